@@ -1,22 +1,17 @@
 """A stage of a pipeline, but for its arithmetic: passes in order, the page table, tokens.
 
-Enters: passes and layer moves in one order, prompts, hidden rows, sampled tokens. Leaves: hidden
-rows, tokens, PassDone. Does not know: what a layer computes, how layers move (stage_layers.py).
-
-`run` is a generator that yields what it waits for, so that a test can interleave the stages of a
-whole pipeline in one thread.
+Enters: passes and layer moves in one order, prompts, hidden rows. Leaves: hidden rows, tokens.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from data_plane.instance.interface import PageMover
 from data_plane.instance.rows import Row
-from data_plane.instance.stage_layers import StageLayers
+from data_plane.instance.stage_layers import LayerStore, StageLayers
 from data_plane.transport.stage_links import HiddenRows, PassTokens, StageLinks
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span
@@ -34,109 +29,24 @@ class StagePolled(NamedTuple):
     tokens: tuple[Token, ...]
 
 
-class StageEdge(StageLayers):
-    """All of a stage that does not depend on what a layer computes."""
+class StageRequests:
+    """The requests of a term at one stage: page table, known tokens, rows that sample."""
 
-    def __init__(
-        self,
-        stage: int,
-        pipeline: PipelineConfig,
-        num_frames: int,
-        links: StageLinks,
-        mover: PageMover,
-    ) -> None:
-        """mover: takes KV of layers to other stages, one frame of one layer a page."""
-        super().__init__(stage, pipeline, num_frames)
-        self._num_stages = pipeline.num_stages
-        self._is_last = stage == pipeline.num_stages - 1
-        self.selected: list[str] = []
-        """What was selected at start-up and why, one sentence each."""
-        self.make_ends: Callable[[], tuple[StageLinks, PageMover]] | None = None
-        """Makes links and a mover for another term; None if there is one term only."""
-        self._begin_term(links, mover)
-
-    def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
-        """Have the layers of the start, no KV and no request."""
-        self._begin_layers(mover)
-        self._links = links
-        self._has_left = False
-        self._table = InstanceTable(0, 1)
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        self._is_first, self._is_last = is_first, is_last
+        self.table = InstanceTable(0, 1)
         self._ids: dict[int, list[int]] = {}
         """Request -> the tokens that are known: at the first stage, and where KV for drafts is."""
         self._first_pass: dict[int, int] = {}
         """At the first stage: request -> the pass in which its present attempt starts."""
-        self._rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = {}
         """At the last stage, which samples."""
-        self._asked: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
+        self.asked: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
         """At the last stage: request -> (known tokens, who gets their log probabilities)."""
         self._asked_next: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
         """Those of attempts that have not started: an earlier one of the request may still run."""
         self._tokens_until = -1
         """The last pass whose tokens are here."""
-        self._tokens: list[Token] = []
-        self.awaited: int | None = None
-        """The stage that `run` waits for now; None if none. Any thread may read it."""
-        self.waits_for = ""
-        """The cause of the latest wait: one of passes.WAIT_CAUSES."""
-
-    # --- the arithmetic
-
-    @abstractmethod
-    def _embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Any:
-        """Rows of the spans before the first layer. Each span comes with its token ids."""
-
-    @abstractmethod
-    def _run_layer(
-        self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]], rows: Any
-    ) -> Any:
-        """The rows after one layer, whose KV of the spans is written.
-
-        Each span comes with the frames of the request's pages, from page 0 to that of the span's
-        last token.
-        """
-
-    @abstractmethod
-    def _sample(
-        self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Any
-    ) -> list[tuple[int, TokenLogprobs | None]]:
-        """The token after each span that has a sampler, in the order of the spans.
-
-        Before that it reports what is asked of tokens in the spans (`ask_logprobs`).
-        """
-
-    # --- calls
-
-    def leave(self) -> None:
-        """Forget the term: a run that has not ended is abandoned. Idempotent."""
-        self._has_left, self.awaited = True, None
-        self.close_ends()
-
-    def enter(self, links: StageLinks, mover: PageMover) -> None:
-        """Begin another term after `leave`, as at the start, with ends that are not connected."""
-        self._begin_term(links, mover)
-        for layer, place in self._place_of.items():
-            self._new_layer(layer, place)
-
-    def connect(self) -> None:
-        """Attach to the other stages. Raises what links and mover raise: PeerLost and others."""
-        if self._has_left:
-            assert self.make_ends is not None, "there is one term only"
-            self.enter(*self.make_ends())
-        self._links.connect()
-        self._mover.connect()
-
-    def wait(self, timeout_ms: float) -> None:
-        """Wait for hidden rows or tokens; `run` then goes on. KV that comes does not end it."""
-        self._links.wait(timeout_ms)
-
-    def close(self) -> None:
-        """Release all. Idempotent."""
-        self.close_ends()
-
-    def close_ends(self) -> None:
-        """Release both ends of links and mover. Idempotent."""
-        self._links.close()
-        self._mover.close()
 
     def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
         """Before the pass in which the request starts, for a stage that needs its known tokens."""
@@ -152,10 +62,182 @@ class StageEdge(StageLayers):
         """
         self._asked_next[request_id] = token_ids, wanted
 
+    def apply(self, plan: PassPlan) -> None:
+        """Bring the table to the pass; raises RuntimeError if it is for another one."""
+        table = plan.table
+        if self.table.digest != table.base_digest:
+            raise RuntimeError(f"pass {plan.number} was planned for another page table")
+        self.table.apply(table.changes)
+        if self.table.digest != table.result_digest:
+            raise RuntimeError(f"pass {plan.number} makes another page table than was planned")
+        started = {start.request_id for start in table.starts}
+        for request_id in table.ends:
+            self.rows.pop(request_id, None)
+            self.asked.pop(request_id, None)
+            if request_id not in started:
+                self._ids.pop(request_id, None)
+                self._first_pass.pop(request_id, None)
+        if self._is_first:
+            self._first_pass |= dict.fromkeys(started, plan.number)
+        if self._is_last:
+            for start in table.starts:
+                if start.request_id in self._asked_next:
+                    self.asked[start.request_id] = self._asked_next.pop(start.request_id)
+                if start.row_start:  # else no span of it samples
+                    self.rows[start.request_id] = Row.start(start)
+
+    def take_tokens(self, links: StageLinks, until: int) -> bool:
+        """Take the tokens that are here; whether those of pass `until` are among them."""
+        while self._tokens_until < until:
+            if (tokens := links.receive_tokens()) is None:
+                return False
+            if tokens.number != self._tokens_until + 1:
+                raise RuntimeError(f"tokens of pass {tokens.number} after {self._tokens_until}")
+            self._tokens_until = tokens.number
+            for request_id, token_id in tokens.tokens:
+                # Else it has ended meanwhile, or goes on as another attempt, whose prompt has
+                # what counts of them.
+                if tokens.number >= self._first_pass.get(request_id, tokens.number + 1):
+                    self._ids[request_id].append(token_id)
+        return True
+
+    def inputs(self, span: Span, ahead: int = 0) -> list[int]:
+        """The span's token ids, or those so far ahead. A row that has stopped runs on over any."""
+        first = span.first + ahead
+        ids = self._ids[span.request_id][first : first + span.num_tokens]
+        return ids + [0] * (span.num_tokens - len(ids))
+
+    def frames_of(self, span: Span) -> list[int]:
+        """The frames of the request's pages, from page 0 to that of the span's last token."""
+        frames = self.table.frames(span.request_id)
+        last_page = (span.first + span.num_tokens - 1) // PAGE_SIZE
+        return [frames[page] for page in range(last_page + 1)]
+
+
+class StageModel(LayerStore, Protocol):
+    """The arithmetic of a stage, with weights and KV of its layers."""
+
+    def begin_term(self, layers: StageLayers, requests: StageRequests) -> None:
+        """A term begins, without a request: these have the places, and the requests to come."""
+
+    def load(self, layers: Sequence[int]) -> None:
+        """Wait until the weights of these layers are here."""
+
+    def ended(self, request_ids: Sequence[int]) -> None:
+        """These requests have ended; one may begin again in the same pass."""
+
+    def embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Any:
+        """Rows of the spans before the first layer. Each span comes with its token ids."""
+
+    def run_layer(
+        self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]], rows: Any
+    ) -> Any:
+        """The rows after one layer, whose KV of the spans is written.
+
+        Each span comes with its frames (StageRequests.frames_of).
+        """
+
+    def sample(
+        self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Any
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """The token after each span that has a sampler, in the order of the spans.
+
+        Before that it reports what is asked of tokens in the spans (`ask_logprobs`).
+        """
+
+    def close(self) -> None:
+        """Release all. Idempotent."""
+
+
+Model = TypeVar("Model", bound=StageModel)
+
+
+class StageEdge(Generic[Model]):
+    """A stage: its model runs the passes that come, over its layers and requests."""
+
+    def __init__(
+        self,
+        stage: int,
+        pipeline: PipelineConfig,
+        num_frames: int,
+        model: Model,
+        links: StageLinks,
+        mover: PageMover,
+    ) -> None:
+        """mover: takes KV of layers to other stages, one frame of one layer a page."""
+        self.number, self._pipeline, self._num_frames = stage, pipeline, num_frames
+        self.model = model
+        self.selected: list[str] = []
+        """What was selected at start-up and why, one sentence each."""
+        self.make_ends: Callable[[], tuple[StageLinks, PageMover]] | None = None
+        """Makes links and a mover for another term; None if there is one term only."""
+        self._begin_term(links, mover)
+
+    def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
+        """Have the layers of the start, no KV and no request."""
+        self._links, self._mover = links, mover
+        self._has_left = False
+        self.layers = StageLayers(self.number, self._pipeline, self._num_frames, mover, self.model)
+        self.requests = StageRequests(self.number == 0, self._is_last)
+        self.model.begin_term(self.layers, self.requests)
+        self._done: list[PassDone] = []
+        self._tokens: list[Token] = []
+        self.awaited: int | None = None
+        """The stage that `run` waits for now; None if none. Any thread may read it."""
+        self.waits_for = ""
+        """The cause of the latest wait: one of passes.WAIT_CAUSES."""
+
+    @property
+    def _is_last(self) -> bool:
+        return self.number == self._pipeline.num_stages - 1
+
+    # --- calls
+
+    def leave(self) -> None:
+        """Forget the term: a run that has not ended is abandoned. Idempotent."""
+        self._has_left, self.awaited = True, None
+        self.close_ends()
+
+    def enter(self, links: StageLinks, mover: PageMover) -> None:
+        """Begin another term after `leave`, as at the start, with ends that are not connected."""
+        self._begin_term(links, mover)
+        for layer, place in self.layers.place_of.items():
+            self.model.new_layer(layer, place)
+
+    def connect(self) -> None:
+        """Attach to the other stages, and load all own layers: no pass waits for the start's.
+
+        Raises what links and mover raise: PeerLost and others.
+        """
+        if self._has_left:
+            assert self.make_ends is not None, "there is one term only"
+            self.enter(*self.make_ends())
+        self._links.connect()
+        self._mover.connect()
+        self.model.load(self.layers.own)
+
+    def wait(self, timeout_ms: float) -> None:
+        """Wait for hidden rows or tokens; `run` then goes on. KV that comes does not end it."""
+        self._links.wait(timeout_ms)
+
+    def close(self) -> None:
+        """Release all. Idempotent."""
+        self.close_ends()
+        self.model.close()
+
+    def close_ends(self) -> None:
+        """Release both ends of links and mover. Idempotent."""
+        self._links.close()
+        self._mover.close()
+
+    def progress(self) -> None:
+        """Take KV that arrived, and send what finds a place (StageLayers.progress)."""
+        self.layers.progress()
+
     def run(self, item: PassPlan | LayerMoves) -> Waits:
         """Run what comes next; yields what it waits for. Raises RuntimeError if it cannot be."""
         if isinstance(item, LayerMoves):
-            self._begin_moves(item)
+            self.layers.begin_moves(item)
         else:
             yield from self._run_pass(item)
         self.progress()
@@ -165,47 +247,54 @@ class StageEdge(StageLayers):
 
         A request that shares their pages, planned before, finds them empty, which raises.
         """
-        if self._table.digest != plan.table.result_digest:
+        if self.requests.table.digest != plan.table.result_digest:
             self._apply(plan)
         for span in plan.spans:
-            self._filled[:, self._frames_of(span)[span.first // PAGE_SIZE :]] = 0
+            self.layers.filled[:, self.requests.frames_of(span)[span.first // PAGE_SIZE :]] = 0
         self._links.send_tokens(PassTokens(plan.number, ()))
 
     def poll(self) -> StagePolled:
         """What happened since the last call."""
-        polled = StagePolled(tuple(self._events), tuple(self._tokens))
-        self._events, self._tokens = [], []
+        polled = StagePolled((*self._done, *self.layers.moved), tuple(self._tokens))
+        self._done, self.layers.moved, self._tokens = [], [], []
         return polled
 
     # --- a pass
 
     def _run_pass(self, plan: PassPlan) -> Waits:
         self._apply(plan)
-        if plan.layout != self._layout:
+        layers, requests = self.layers, self.requests
+        if plan.layout != layers.layout:
             raise RuntimeError(
-                f"pass {plan.number} is for layout {plan.layout}, not {self._layout}"
+                f"pass {plan.number} is for layout {plan.layout}, not {layers.layout}"
             )
         if self.number == 0:
-            is_here, what = partial(self._take_tokens, plan.after), f"tokens of pass {plan.after}"
-            yield from self._until(is_here, what, self._num_stages - 1, "tail")
-            rows = self._embed([(span, self._inputs(span)) for span in plan.spans])
+            is_here = partial(requests.take_tokens, self._links, plan.after)
+            what, last = f"tokens of pass {plan.after}", self._pipeline.num_stages - 1
+            yield from self._until(is_here, what, last, "tail")
+            rows = self.model.embed([(span, requests.inputs(span)) for span in plan.spans])
         else:
             rows = yield from self._receive_rows(plan)
-        spans = [(span, self._frames_of(span)) for span in plan.spans]
-        for layer in self._layers:
-            source = self._source_of.get(layer, self.number)
+        spans = [(span, requests.frames_of(span)) for span in plan.spans]
+        for layer in layers.own:
+            source = layers.source_of.get(layer, self.number)
             yield from self._until(
-                partial(self._is_complete, layer), f"KV of layer {layer}", source, "kv"
+                partial(layers.is_complete, layer), f"KV of layer {layer}", source, "kv"
             )
-            place = self._place_of[layer]
-            self._fill(layer, place, spans)
-            rows = self._run_layer(layer, place, spans, rows)
-            if self.is_moving:  # a stage that never waits would else send a ring's worth a pass
+            place = layers.place_of[layer]
+            layers.fill(layer, place, spans)
+            rows = self.model.run_layer(layer, place, spans, rows)
+            if layers.is_moving:  # a stage that never waits would else send a ring's worth a pass
                 self.progress()
         if self._is_last:
-            self._events.append(PassDone(plan.number, self._commit(plan, rows)))
+            self._done.append(PassDone(plan.number, self._commit(plan, rows)))
         else:
-            self._links.send_hidden(HiddenRows(plan.number, plan.layout, self._layers.stop, rows))
+            self._links.send_hidden(HiddenRows(plan.number, plan.layout, layers.own.stop, rows))
+
+    def _apply(self, plan: PassPlan) -> None:
+        self.requests.apply(plan)
+        self.layers.empty_frames(plan.table, plan.spans)
+        self.model.ended(plan.table.ends)
 
     def _until(self, is_here: Callable[[], bool], what: str, stage: int, cause: str) -> Waits:
         """Wait for a stage. KV must flow meanwhile, or two stages could wait for each other."""
@@ -218,51 +307,6 @@ class StageEdge(StageLayers):
             yield f"stage {self.number} waits for {what}"
         self.awaited = None
 
-    def _apply(self, plan: PassPlan) -> None:
-        table = plan.table
-        if self._table.digest != table.base_digest:
-            raise RuntimeError(f"pass {plan.number} was planned for another page table")
-        self._table.apply(table.changes)
-        if self._table.digest != table.result_digest:
-            raise RuntimeError(f"pass {plan.number} makes another page table than was planned")
-        started = {start.request_id for start in table.starts}
-        for request_id in table.ends:
-            self._rows.pop(request_id, None)
-            self._asked.pop(request_id, None)
-            if request_id not in started:
-                self._ids.pop(request_id, None)
-                self._first_pass.pop(request_id, None)
-        if self.number == 0:
-            self._first_pass |= dict.fromkeys(started, plan.number)
-        if self._is_last:
-            for start in table.starts:
-                if start.request_id in self._asked_next:
-                    self._asked[start.request_id] = self._asked_next.pop(start.request_id)
-                if start.row_start:  # else no span of it samples
-                    self._rows[start.request_id] = Row.start(start)
-        self._empty_frames(table, plan.spans)
-
-    def _take_tokens(self, until: int) -> bool:
-        """Take the tokens that are here; whether those of pass `until` are among them."""
-        while self._tokens_until < until:
-            if (tokens := self._links.receive_tokens()) is None:
-                return False
-            if tokens.number != self._tokens_until + 1:
-                raise RuntimeError(f"tokens of pass {tokens.number} after {self._tokens_until}")
-            self._tokens_until = tokens.number
-            for request_id, token_id in tokens.tokens:
-                # Else it has ended meanwhile, or goes on as another attempt, whose prompt has
-                # what counts of them.
-                if tokens.number >= self._first_pass.get(request_id, tokens.number + 1):
-                    self._ids[request_id].append(token_id)
-        return True
-
-    def _inputs(self, span: Span, ahead: int = 0) -> list[int]:
-        """The span's token ids, or those so far ahead. A row that has stopped runs on over any."""
-        first = span.first + ahead
-        ids = self._ids[span.request_id][first : first + span.num_tokens]
-        return ids + [0] * (span.num_tokens - len(ids))
-
     def _receive_rows(self, plan: PassPlan) -> Generator[str, None, Any]:
         received: list[HiddenRows] = []
 
@@ -273,7 +317,7 @@ class StageEdge(StageLayers):
 
         what = f"hidden rows of pass {plan.number}"
         yield from self._until(is_here, what, self.number - 1, "fill")
-        expected = plan.number, plan.layout, self._layers.start
+        expected = plan.number, plan.layout, self.layers.own.start
         if received[0][:3] != expected:
             raise RuntimeError(
                 f"stage {self.number} got (pass, layout, next layer) {received[0][:3]}, and would "
@@ -281,20 +325,15 @@ class StageEdge(StageLayers):
             )
         return received[0].rows
 
-    def _frames_of(self, span: Span) -> list[int]:
-        frames = self._table.frames(span.request_id)
-        last_page = (span.first + span.num_tokens - 1) // PAGE_SIZE
-        return [frames[page] for page in range(last_page + 1)]
-
     def _commit(self, plan: PassPlan, rows: Any) -> tuple[Finished, ...]:
         """Sample, and send the tokens to the first stage; returns the rows that stopped."""
         samplers = [
             None if row is None or row.finished else row
             for row in (
-                self._rows[span.request_id] if span.samples else None for span in plan.spans
+                self.requests.rows[span.request_id] if span.samples else None for span in plan.spans
             )
         ]
-        sampled = iter(self._sample(plan.spans, samplers, rows))
+        sampled = iter(self.model.sample(plan.spans, samplers, rows))
         finished, tokens = [], []
         for row in (row for row in samplers if row is not None):
             token = row.commit(*next(sampled))

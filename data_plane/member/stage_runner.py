@@ -32,7 +32,7 @@ class StageLoop(TermLoop):
 
     def __init__(
         self,
-        stage: StageEdge,
+        stage: StageEdge[Any],
         link: ControllerLink,
         tokens: TokenStreams,
         segments: Segments,
@@ -67,7 +67,7 @@ class StageLoop(TermLoop):
                 # Unbounded on purpose: an idle stage waits as long as its stream is open, which
                 # keepalive proves. KV that moves sends no message, so it looks again each tick.
                 began_ns = time.perf_counter_ns()
-                self._await_message(_WAIT_MS / 1000 if self._stage.is_moving else None)
+                self._await_message(_WAIT_MS / 1000 if self._stage.layers.is_moving else None)
                 self._waits_ns["work"] += time.perf_counter_ns() - began_ns
                 self._stage.progress()
                 self._deliver()
@@ -79,7 +79,7 @@ class StageLoop(TermLoop):
 
     def _take_prompt(self, prompt: StagePrompt) -> None:
         request_id, token_ids = prompt.request_id, prompt.token_ids
-        self._stage.take_prompt(request_id, token_ids)
+        self._stage.requests.take_prompt(request_id, token_ids)
         if prompt.prompt_logprobs is not None:
 
             def lost(reason: str) -> None:
@@ -87,7 +87,7 @@ class StageLoop(TermLoop):
 
             num_top, front_end = prompt.prompt_logprobs, prompt.front_end
             wanted = self._tokens.prompt_logprobs(request_id, num_top, front_end, lost)
-            self._stage.ask_logprobs(request_id, token_ids, wanted)
+            self._stage.requests.ask_logprobs(request_id, token_ids, wanted)
 
     def _run(self, item: PassPlan | LayerMoves) -> None:
         began_ns, waited_ns = time.perf_counter_ns(), 0

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.carry_pool import CarryPool
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
@@ -25,7 +26,7 @@ from data_plane.prefill.probe import KvProbe, probe_token_ids
 from data_plane.startup.memory_need import prefill_bytes
 from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.startup.stage import build_stage
-from data_plane.step.stage import ModelStage
+from data_plane.step.stage import CpuStageModel
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
 from nanocp.values.passes import even_split, layers_of, prompt_passes
@@ -38,7 +39,7 @@ _PROBED_LAYERS = 4
 class PrefillStage(NamedTuple):
     """A stage of the prefill."""
 
-    stage: ModelStage
+    stage: StageEdge[CpuStageModel]
     fp8_rank: int | None
     """The model's kv_lora_rank if instances keep KV in FP8, else None."""
     offset: int
@@ -50,8 +51,8 @@ class PrefillStage(NamedTuple):
         A page of a state is that of all tokens so far.
         """
         if page >= CARRY_PAGE:
-            return self.stage.carry_part(ticket, page - CARRY_PAGE)
-        return self.offset, payload_of(self.stage.page(ticket, page), self.fp8_rank)
+            return self.stage.model.carry_part(ticket, page - CARRY_PAGE)
+        return self.offset, payload_of(self.stage.model.page(ticket, page), self.fp8_rank)
 
 
 def build_prefill_stage(

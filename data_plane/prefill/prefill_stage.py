@@ -65,7 +65,7 @@ class PagesOfStage(Protocol):
     """A stage, and the pages that it computes."""
 
     @property
-    def stage(self) -> StageEdge:
+    def stage(self) -> StageEdge[Any]:
         """What runs passes."""
 
     def part(self, ticket: int, page: int) -> tuple[int, Any]:
@@ -243,7 +243,7 @@ class PrefillStageLoop:
             case BeginPrompt(transfer, token_ids, num_top, front_end):
                 ticket, stage = transfer.ticket, self._built.stage
                 if token_ids:
-                    stage.take_prompt(ticket, token_ids)
+                    stage.requests.take_prompt(ticket, token_ids)
                 if num_top is not None:
                     wanted = self._streams.prompt_logprobs(
                         transfer.request_id,
@@ -251,7 +251,7 @@ class PrefillStageLoop:
                         front_end,
                         lambda reason: self._give_up(ticket, reason),
                     )
-                    stage.ask_logprobs(ticket, token_ids, wanted)
+                    stage.requests.ask_logprobs(ticket, token_ids, wanted)
                 self._tickets[ticket] = transfer, transfer.instances()
             case CancelPrompt(ticket):
                 self._tickets.pop(ticket, None)

@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from data_plane.instance.stage_edge import Waits
-from data_plane.step.stage import ModelStage
+from data_plane.instance.stage_edge import StageEdge, Waits
+from data_plane.step.stage import CpuStageModel
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span, StageWorked
 
 _IDLE_S = 0.001
-_TIMED_PARTS = "_run_layer", "_sample", "progress"
+
+_Stage = StageEdge[CpuStageModel]
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class MoveTime:
 
 @dataclass(slots=True, eq=False)
 class _Timed:
-    stage: ModelStage
+    stage: _Stage
     items: deque[PassPlan | LayerMoves] = field(default_factory=deque)
     running: Waits | None = None
     spent_us: float = 0.0
@@ -88,7 +89,7 @@ class TimedStages:
         self._timed = [_Timed(build(stage, segments)) for stage in range(num_stages)]
         self._slowness = slowness or [1.0] * num_stages
         self._worked: list[StageWorked] = []
-        self.num_layers = sum(len(each.stage._layers) for each in self._timed)
+        self.num_layers = sum(len(each.stage.layers.own) for each in self._timed)
         self.passes: list[PassTime] = []
         self.moves: list[MoveTime] = []
         for number, timed in enumerate(self._timed):
@@ -99,15 +100,17 @@ class TimedStages:
         """Release everything."""
         for timed in self._timed:
             timed.stage.close()
-            for part in _TIMED_PARTS:  # They refer to the stage, whose memory is to go with it.
-                delattr(timed.stage, part)
+            for owner, part in _timed_parts(timed.stage):
+                delattr(owner, part)  # It refers to the stage, whose memory is to go with it.
         unlink_cluster(self._cluster_id)
 
     def send(self, item: PassPlan | LayerMoves, prompts: dict[int, Sequence[int]]) -> None:
         """Let every stage take this next. prompts: of requests that start in it."""
         if isinstance(item, PassPlan):
             for start in item.table.starts:
-                self._timed[0].stage.take_prompt(start.request_id, prompts[start.request_id])
+                self._timed[0].stage.requests.take_prompt(
+                    start.request_id, prompts[start.request_id]
+                )
             times = [0.0] * len(self._timed)
             self.passes.append(PassTime(item.number, item.after, item.spans, times))
         else:
@@ -150,7 +153,7 @@ class TimedStages:
                 timed.spent_us = 0.0
         return has_ended
 
-    def _time_parts(self, number: int, stage: ModelStage) -> None:
+    def _time_parts(self, number: int, stage: _Stage) -> None:
         """Take the time of layers, of sampling, and of what moves."""
 
         def timed(part: Callable[..., Any], add: Callable[..., None]) -> Callable[..., Any]:
@@ -176,12 +179,16 @@ class TimedStages:
                 present().sample_us = us
 
         def add_moving(us: float) -> None:
-            if moves := stage._newest_moves:
+            if moves := stage.layers.newest_moves:
                 self.moves[moves - 1].us += us
 
         adds: tuple[Callable[..., None], ...] = add_layer, add_sampling, add_moving
-        for part, add in zip(_TIMED_PARTS, adds, strict=True):
-            setattr(stage, part, timed(getattr(stage, part), add))
+        for (owner, part), add in zip(_timed_parts(stage), adds, strict=True):
+            setattr(owner, part, timed(getattr(owner, part), add))
+
+
+def _timed_parts(stage: _Stage) -> tuple[tuple[object, str], ...]:
+    return (stage.model, "run_layer"), (stage.model, "sample"), (stage, "progress")
 
 
 def makespan_us(passes: Sequence[PassTime]) -> float:

@@ -1,6 +1,6 @@
 """Start-up of a stage of a pipeline, on the CPU.
 
-Enters: Config, checkpoint folder, which stage of which cluster. Leaves: a ModelStage, not yet
+Enters: Config, checkpoint folder, which stage of which cluster. Leaves: a stage, not yet
 connected. Does not know: what starts it, gRPC, Ray.
 """
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.peer_rings import PeerRings
@@ -21,7 +22,7 @@ from data_plane.model.weights import Progress, say_nothing
 from data_plane.startup.cpu_parts import cpu_parts
 from data_plane.startup.shared_parts import grammar_masks, torch_dtype
 from data_plane.step.cpu_kernels import Arithmetic
-from data_plane.step.stage import ModelStage
+from data_plane.step.stage import CpuStageModel
 from data_plane.transport.segments import Segments
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
@@ -38,7 +39,7 @@ def build_stage(
     max_in_flight: int | None = None,
     ring_frames: int = RING_FRAMES,
     has_mtp: bool = False,
-) -> ModelStage:
+) -> StageEdge[CpuStageModel]:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
     progress: see model.weights.Progress. max_in_flight: see RingStageLinks. ring_frames: frames of
@@ -73,8 +74,8 @@ def build_stage(
         )
 
     masks = grammar_masks(config, checkpoint) if is_last else None
-    arithmetic = Arithmetic(model, kernels, attention)
-    built = ModelStage(stage, pipeline, arithmetic, weights, frames, *ends(), masks)
+    on_cpu = CpuStageModel(Arithmetic(model, kernels, attention), weights, frames, masks)
+    built = StageEdge(stage, pipeline, num_frames, on_cpu, *ends())
     built.make_ends = ends
     built.selected = [
         *sentences,

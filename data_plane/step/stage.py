@@ -1,12 +1,4 @@
-"""A stage that computes with the model's weights: spans of a pass through a range of layers.
-
-Enters: passes, through stage_edge.py. Leaves: hidden rows, tokens. Does not know: processes, what
-carries hidden rows and KV, why layers move.
-
-A span of one token is a row of paged attention, as in a decode step. A longer one attends to its
-own tokens and to all before them; the slow reference of both is
-tests/harness/exact/reference_prefill.py. In latent attention a long chunk computes keys and values
-of every head anew, and a short one does not.
+"""What a stage computes with a model's weights: spans of a pass through a range of layers.
 
 Legend: T tokens of a pass, D spans of one token, X hidden, H heads, O width of a partial output, P
 pages of the longest row.
@@ -27,36 +19,38 @@ from data_plane.attention.backend import kv_layout
 from data_plane.attention.paged import Attention
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.grammar import GrammarMasks
-from data_plane.instance.interface import PageMover
 from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import report_prompt
-from data_plane.instance.stage_edge import StageEdge
+from data_plane.instance.stage_edge import StageModel, StageRequests
+from data_plane.instance.stage_layers import StageLayers
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.layers import gated_heads, mtp_rows, shared_experts
 from data_plane.model.norm import rms_norm
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
 from data_plane.step.cpu_kernels import Arithmetic
-from data_plane.transport.stage_links import StageLinks
-from nanocp.config.pipeline import PipelineConfig
-from nanocp.values.passes import PassPlan, Span
+from nanocp.values.passes import Span
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import TokenLogprobs
 
 
-class ModelStage(StageEdge):
-    """A stage with some layers of a model. Hidden rows are a tensor [T, X]."""
+class CpuStageModel(StageModel):
+    """The weights and KV of a stage's layers. Hidden rows are a tensor [T, X].
+
+    A span of one token is a row of paged attention, as in a decode step. A longer one attends to
+    its own tokens and to all before them (tests/harness/exact/reference_prefill.py). In latent
+    attention a long chunk computes keys and values of every head anew, and a short one does not.
+    """
+
+    _layers: StageLayers
+    _requests: StageRequests
 
     def __init__(
         self,
-        stage: int,
-        pipeline: PipelineConfig,
         arithmetic: Arithmetic,
         weights: StageWeights,
         frames: FramePool,
-        links: StageLinks,
-        mover: PageMover,
         grammar_masks: GrammarMasks | None = None,
     ) -> None:
         """frames: a layer of it for each of the pipeline's places.
@@ -68,7 +62,6 @@ class ModelStage(StageEdge):
         of structured output, at the last stage; None if no row may have a grammar.
         """
         self._carry = frames.carry
-        super().__init__(stage, pipeline, frames.layers.shape[1] - 1, links, mover)
         self._model, self._kernels, self._attention = model, kernels, _ = arithmetic
         self._weights = weights
         self._frames = frames
@@ -80,8 +73,8 @@ class ModelStage(StageEdge):
 
     def page(self, request_id: int, page: int) -> Tensor:
         """A copy of the KV of the stage's own layers in one page, [layers, 64, W]."""
-        frame = self._table.frames(request_id)[page]
-        full = [layer for layer in self._layers if layer not in self._model.linear_layers]
+        frame = self._requests.table.frames(request_id)[page]
+        full = [layer for layer in self._layers.own if layer not in self._model.linear_layers]
         places = torch.tensor([self._kept_place(layer) for layer in full], dtype=torch.int64)
         return self._frames.layers[places, frame]
 
@@ -91,37 +84,34 @@ class ModelStage(StageEdge):
             return 0, np.empty(0, np.uint8)
         return self._carry.part(self._carried[request_id], number)
 
-    def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
-        super()._begin_term(links, mover)
+    def begin_term(self, layers: StageLayers, requests: StageRequests) -> None:
+        self._layers, self._requests = layers, requests
         self._carried: dict[int, int] = {}
         """Request -> the frame of its state."""
         self._free_carries = list(range(self._carry.scratch)) if self._carry is not None else []
 
-    def _apply(self, plan: PassPlan) -> None:
-        super()._apply(plan)
-        for request_id in plan.table.ends:
+    def ended(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
             if request_id in self._carried:
                 self._free_carries.append(self._carried.pop(request_id))
 
     def _kept_place(self, layer: int) -> int:
         """The layer's place in the frames."""
         if self._carry is None:
-            return self._place_of[layer]
-        return self._model.places[layer] - self._model.places_before(self._layers.start)[0]
+            return self._layers.place_of[layer]
+        return self._model.places[layer] - self._model.places_before(self._layers.own.start)[0]
 
     def close(self) -> None:
-        """Release what the stage holds. Idempotent."""
-        super().close()
         self._weights.close()
 
     @torch.inference_mode()
-    def _embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Tensor:
+    def embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Tensor:
         assert self._weights.embedding is not None, "only the first stage embeds"
         ids = [token_id for _, token_ids in spans for token_id in token_ids]
         return self._weights.embedding[torch.tensor(ids)].to(self._frames.layers.dtype)
 
     @torch.inference_mode()
-    def _run_layer(
+    def run_layer(
         self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor
     ) -> Tensor:
         batch = self._batch_of(spans)
@@ -182,7 +172,7 @@ class ModelStage(StageEdge):
         """Run a linear attention layer: each span goes on with the state of its request."""
         weights, model, carry = self._weights.layer(layer), self._model, self._carry
         assert carry is not None
-        place = model.places[layer] - model.places_before(self._layers.start)[1]
+        place = model.places[layer] - model.places_before(self._layers.own.start)[1]
         normed_TX, begin, parts = rms_norm(rows, weights.input_norm, model.norm_eps), 0, []
         for span, _ in batch.spans:
             end = begin + span.num_tokens
@@ -202,7 +192,7 @@ class ModelStage(StageEdge):
     def _mtp_rows(self, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor) -> Tensor:
         """What enters the MTP layer; rows: after the last layer."""
         weights = self._weights
-        ids = [each for span, _ in spans for each in self._inputs(span, ahead=1)]
+        ids = [each for span, _ in spans for each in self._requests.inputs(span, ahead=1)]
         assert weights.mtp is not None and weights.head is not None
         assert weights.embedding is not None
         next_TX = weights.embedding[torch.tensor(ids)].to(rows.dtype)
@@ -229,7 +219,7 @@ class ModelStage(StageEdge):
         return routed_TX if shared_TX is None else routed_TX + shared_TX
 
     @torch.inference_mode()
-    def _sample(
+    def sample(
         self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Tensor
     ) -> list[tuple[int, TokenLogprobs | None]]:
         ends = np.cumsum([span.num_tokens for span in spans])
@@ -249,9 +239,9 @@ class ModelStage(StageEdge):
     def _report_prompts(self, spans: Sequence[Span], ends: np.ndarray, rows: Tensor) -> None:
         """Report log probabilities of the tokens after those of spans, where they are asked for."""
         for span, end in zip(spans, ends.tolist(), strict=True):
-            if span.request_id not in self._asked:
+            if span.request_id not in self._requests.asked:
                 continue
-            token_ids, wanted = self._asked[span.request_id]
+            token_ids, wanted = self._requests.asked[span.request_id]
             assert self._weights.head is not None, "only the last stage has the head"
             logits = functools.partial(
                 self._kernels.logits, weights=self._weights.head, config=self._model
@@ -262,33 +252,28 @@ class ModelStage(StageEdge):
     def _batch_of(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> _Batch:
         """What all layers of a pass have alike; they come with the very same spans."""
         if self._batch is None or self._batch.spans is not spans:
-            self._batch = _Batch(spans, self._attention, self._asked)
+            self._batch = _Batch(spans, self._attention, self._requests.asked)
             self._weights.rope.reach(int(self._batch.position_T.max()))
         return self._batch
 
     # --- layers and frames
 
-    def connect(self) -> None:
-        """Attach to the neighbours, and load all own layers: no pass waits for the start's."""
-        super().connect()
-        for layer in self._layers:
+    def load(self, layers: Sequence[int]) -> None:
+        for layer in layers:
             self._weights.layer(layer)
 
-    def _is_complete(self, layer: int) -> bool:
-        return super()._is_complete(layer) and self._weights.has(layer)
+    def has(self, layer: int) -> bool:
+        return self._weights.has(layer)
 
-    def _has_layers(self) -> bool:
-        return all(map(self._weights.has, self._place_of))
-
-    def _new_layer(self, layer: int, place: int) -> None:
+    def new_layer(self, layer: int, place: int) -> None:
         # Nothing is wiped: of each frame it is known how many tokens are filled.
-        for weights in self._weights.keep(self._place_of):
+        for weights in self._weights.keep(self._layers.place_of):
             self._kernels.forget(weights)
 
-    def _read_frame(self, place: int, frame: int) -> np.ndarray:
+    def read_frame(self, place: int, frame: int) -> np.ndarray:
         return self._frames.read_layer(place, frame)
 
-    def _write_frame(self, place: int, frame: int, payload: np.ndarray) -> None:
+    def write_frame(self, place: int, frame: int, payload: np.ndarray) -> None:
         self._frames.write_layer(place, frame, payload)
 
 

@@ -1,4 +1,4 @@
-"""Whole pipelines of HashStages: every token is right, and every frame comes back.
+"""Whole pipelines of stages with a HashModel: every token is right, and every frame comes back.
 
 `make seeds KIND=pipeline-chaos` plays more.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from data_plane.instance.stage_edge import StageEdge
 from harness.hash_clusters.pipeline.hash_pipeline import HashPipeline, play
-from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.hash_clusters.pipeline.hash_stage import HashStageModel
 
 
 def test_every_token_is_right_and_every_frame_comes_back():
@@ -48,16 +48,16 @@ def test_a_seed_replays_alone():
 
 
 def test_it_sees_kv_at_the_wrong_position(monkeypatch):
-    run_layer = HashStage._run_layer
+    run_layer = HashStageModel.run_layer
 
     def wrong(self, layer, place, spans, rows):
         after = run_layer(self, layer, place, spans, rows)
         if layer == 1:
             (span, frames), *_ = spans
-            self._kv[place, frames[-1], (span.first + span.num_tokens - 1) % 64] += 1
+            self.kv[place, frames[-1], (span.first + span.num_tokens - 1) % 64] += 1
         return after
 
-    monkeypatch.setattr(HashStage, "_run_layer", wrong)
+    monkeypatch.setattr(HashStageModel, "run_layer", wrong)
     with pytest.raises(AssertionError, match=r"is [0-9]+, not"):
         play(1)
 
@@ -68,7 +68,7 @@ def test_a_layer_that_two_stages_run_is_an_error_by_name(monkeypatch):
     def one_more(self, plan):
         apply(self, plan)
         if self.number == 0 and plan.number == 3:
-            self._layers = range(self._layers.start, self._layers.stop - 1)
+            self.layers.own = range(self.layers.own.start, self.layers.own.stop - 1)
 
     monkeypatch.setattr(StageEdge, "_apply", one_more)
     with pytest.raises(RuntimeError, match=r"got \(pass, layout, next layer\)"):

@@ -276,8 +276,8 @@ OF_DRAFTS = [
         name="draft-prompt",
         why="KV of a prompt in the MTP layer is of the token itself, not of the next one",
         path="data_plane/step/stage.py",
-        text="self._inputs(span, ahead=1)",
-        fault="self._inputs(span, ahead=0)",
+        text="self._requests.inputs(span, ahead=1)",
+        fault="self._requests.inputs(span, ahead=0)",
         tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "mtp_layer"),
     ),
     Mutant(

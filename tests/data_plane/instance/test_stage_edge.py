@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.transport.stage_links import HiddenRows
 from harness.hash_clusters.hash_model import HashModel
-from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.hash_clusters.pipeline.hash_stage import HashStageModel, hash_stage
 from harness.transports.local_pages import local_peer_rings
 from harness.transports.local_stage_links import LocalStageLinks
 from nanocp.config.cluster import ClusterConfig
@@ -27,10 +28,10 @@ ROW = encode_row_input(RowInput(7, SamplingParams(max_tokens=9), "front-end:1"))
 
 
 @pytest.fixture
-def stages() -> list[HashStage]:
+def stages() -> list[StageEdge[HashStageModel]]:
     links, movers = LocalStageLinks.create_all(2), local_peer_rings(2)
     model = HashModel(4)
-    return [HashStage(i, PIPELINE, 8, model, links[i], movers[i]) for i in range(2)]
+    return [hash_stage(i, PIPELINE, 8, model, links[i], movers[i]) for i in range(2)]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def first_pass(stages) -> PassPlan:
     scheduler = PipelineScheduler(cluster, SchedulerConfig(), PIPELINE)
     plan = scheduler.plan_pass([Arrival(1, 70, 9, ROW)], 0).pass_plan
     assert plan is not None and plan.spans == (Span(1, 0, 64, False),)
-    stages[0].take_prompt(1, [7] * 70)
+    stages[0].requests.take_prompt(1, [7] * 70)
     return plan
 
 
@@ -109,20 +110,20 @@ def test_a_token_after_a_gap_is_not_run(stages, first_pass):
 def test_what_an_attempt_asked_for_ends_with_it(stages, first_pass):
     """The next attempt of a request, which goes on in the same pass, may ask for nothing."""
     last, prompt = stages[1], [7] * 70
-    last.ask_logprobs(1, prompt, first := PromptLogprobs(2, list))
+    last.requests.ask_logprobs(1, prompt, first := PromptLogprobs(2, list))
     next(last.run(first_pass))
-    assert last._asked == {1: (prompt, first)}
+    assert last.requests.asked == {1: (prompt, first)}
     table = first_pass.table._replace(ends=(1,))
     for asks in (True, False):
         last.leave()
         last.enter(last._links, last._mover)
-        last.ask_logprobs(1, prompt, first)
+        last.requests.ask_logprobs(1, prompt, first)
         next(last.run(first_pass))
         if asks:
-            last.ask_logprobs(1, prompt, other := PromptLogprobs(5, list))
-            assert last._asked == {1: (prompt, first)}, "the earlier attempt still runs"
+            last.requests.ask_logprobs(1, prompt, other := PromptLogprobs(5, list))
+            assert last.requests.asked == {1: (prompt, first)}, "the earlier attempt still runs"
         next(last.run(again(first_pass._replace(table=table), number=1)))
-        assert last._asked == ({1: (prompt, other)} if asks else {})
+        assert last.requests.asked == ({1: (prompt, other)} if asks else {})
 
 
 AHEAD = LayerMoves(1, None, (LayerMove(1, 0, 1, 2, ((0, 1),)),))
@@ -132,7 +133,7 @@ def test_kv_that_comes_before_its_moves_are_known_stays_in_the_ring(stages):
     stages[0]._mover.send(1, ticket=1, page=1 * 8, num_tokens=64, payload=np.ones(64, np.uint64))
     stages[1].progress()
     run(stages[1], AHEAD)
-    assert stages[1]._filled[2, 0] == 64
+    assert stages[1].layers.filled[2, 0] == 64
     assert stages[1].poll().events == (LayersMoved(1, 1),)
 
 
@@ -143,7 +144,7 @@ def test_kv_of_a_frame_that_holds_another_page_meanwhile_is_dropped(stages, firs
     next(stages[1].run(first_pass))
     stages[0]._mover.send(1, ticket=1, page=1 * 8, num_tokens=64, payload=np.ones(64, np.uint64))
     stages[1].progress()
-    assert stages[1]._filled[2, 0] == 0
+    assert stages[1].layers.filled[2, 0] == 0
     assert stages[1].poll().events == (LayersMoved(1, 1),)
 
 
@@ -164,15 +165,16 @@ def test_a_stage_that_computes_sends_and_takes_kv_between_layers(stages, first_p
     )
     for stage in stages:
         run(stage, moves)
-    run_layer, left = HashStage._run_layer, []
+    run_layer, left = HashStageModel.run_layer, []
 
     def meanwhile(self, *arguments):
-        left.append((len(self._to_send), len(self._coming)))
-        if self is stages[0]:
+        layers = stages[0].layers
+        left.append((len(layers.to_send), len(layers.coming)))
+        if self is stages[0].model:
             stages[1].progress()
         return run_layer(self, *arguments)
 
-    monkeypatch.setattr(HashStage, "_run_layer", meanwhile)
+    monkeypatch.setattr(HashStageModel, "run_layer", meanwhile)
     run(stages[0], first_pass)
     assert left == [(4, 6), (2, 4)]
 

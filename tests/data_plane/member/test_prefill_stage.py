@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.token_streams import TokenStreams
@@ -25,7 +27,7 @@ from data_plane.prefill.staged_prefill import StagedPrefillLoop
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.hash_clusters.hash_model import HashModel
-from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.hash_clusters.pipeline.hash_stage import HashStageModel
 from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
 from harness.members.staged_prefill import prefill_scheduler
 from harness.transports.local_pages import local_peer_rings
@@ -51,7 +53,7 @@ class Model:
     """A stage whose pages are zeros."""
 
     def __init__(self, error=None):
-        self.stage = self
+        self.stage = self.requests = self
         self.error = error
         self.num_pages = 0
         self.asked = {}
@@ -197,13 +199,19 @@ def test_a_page_that_cannot_be_sent_costs_its_prompt_only(ring):
     assert failure.ticket == 1 and "no memory for the page" in failure.message
 
 
-class Cursed(HashStage):
+class Cursed(HashStageModel):
     """It cannot run the first pass of prompt 1."""
 
-    def _run_layer(self, layer, place, spans, rows):
+    def run_layer(self, layer, place, spans, rows):
         if spans[0][0][:2] == (1, 0):
             raise ValueError("the prompt is cursed")
-        return super()._run_layer(layer, place, spans, rows)
+        return super().run_layer(layer, place, spans, rows)
+
+
+class PagesOf(NamedTuple):
+    """A stage whose pages have no content."""
+
+    stage: StageEdge
 
     def part(self, ticket, page):
         return 0, np.zeros(64, np.uint8)
@@ -223,8 +231,8 @@ def cursed_stage():
     config = Config(cluster=cluster, limits=PATIENT, prefill=PrefillConfig(chunk_tokens=320))
     scheduler, pipeline = prefill_scheduler(config), PipelineConfig(num_stages=1, num_layers=2)
     (links,), (mover,) = LocalStageLinks.create_all(1), local_peer_rings(1)
-    model = Cursed(0, pipeline, 32, HashModel(2), links, mover)
-    model.stage = model
+    cursed = Cursed(pipeline, 32, HashModel(2))
+    model = PagesOf(StageEdge(0, pipeline, 32, cursed, links, mover))
     reports = Reports()
     with (
         contextlib.closing(TokenStreams(0, PATIENT)) as streams,

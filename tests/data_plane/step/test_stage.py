@@ -149,16 +149,16 @@ def test_kv_of_chunks_is_that_of_the_reference_prefill(
     setup = still_setup((1, 3), max_pass_tokens=max_pass_tokens)
     pipeline = ModelPipeline(tiny_checkpoint, 0, setup, kernels="torch")
     seen: dict[int, list[int]] = {}
-    run_layer = model_stage.ModelStage._run_layer
+    run_layer = model_stage.CpuStageModel.run_layer
 
     def note(self, layer, place, spans, rows):
         for span, frames in spans:
             seen[span.request_id] = list(frames)
         return run_layer(self, layer, place, spans, rows)
 
-    monkeypatch.setattr(model_stage.ModelStage, "_run_layer", note)
+    monkeypatch.setattr(model_stage.CpuStageModel, "run_layer", note)
     for process in pipeline.processes:
-        process.stage._least_plain_chunk = least_plain_chunk
+        process.stage.model._least_plain_chunk = least_plain_chunk
     (ids,) = prompts((300,))
     pipeline.run([ids], SamplingParams(temperature=0, max_tokens=1))
     model = ModelConfig.from_folder(tiny_checkpoint)
@@ -177,7 +177,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_reference_prefill(tiny_checkpoint
     pipeline, reported = ModelPipeline(tiny_checkpoint, 0, setup), []
     (ids,) = prompts((150,))
     last = pipeline.processes[-1].stage
-    last.ask_logprobs(1, ids, PromptLogprobs(2, reported.extend))
+    last.requests.ask_logprobs(1, ids, PromptLogprobs(2, reported.extend))
     pipeline.run([ids], SamplingParams(temperature=0, max_tokens=3))
     assert_logprobs(tiny_checkpoint, ids, reported, 2)
 
@@ -190,8 +190,8 @@ def test_weights_of_a_layer_that_lost_its_place_are_given_up(tiny_checkpoint):
     pipeline.run(prompts((70, 20)), GREEDY)
     assert pipeline.counts["changes"] == 4
     for process in pipeline.processes:
-        held = process.stage._weights._layers.keys()
-        assert held == process.stage._place_of.keys() and len(held) <= 3
+        held = process.stage.model._weights._layers.keys()
+        assert held == process.stage.layers.place_of.keys() and len(held) <= 3
 
 
 @pytest.mark.system
@@ -212,10 +212,10 @@ def test_a_stage_waits_for_weights_that_are_still_read(tiny_checkpoint, tiny_ora
 
 def test_nan_in_what_a_stage_does_not_have_shows(tiny_checkpoint, tiny_oracle, monkeypatch):
     """The harness would see KV that was left out: a wrong frame is written on arrival."""
-    write = model_stage.ModelStage._write_frame
+    write = model_stage.CpuStageModel.write_frame
     monkeypatch.setattr(
-        model_stage.ModelStage,
-        "_write_frame",
+        model_stage.CpuStageModel,
+        "write_frame",
         lambda self, place, frame, payload: write(self, place, frame ^ 1, payload),
     )
     # Torch's kernels: a gate of the compiled ones that gets NaN ends the process.

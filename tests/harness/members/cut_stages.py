@@ -11,17 +11,19 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.startup import stage as startup
-from data_plane.step.stage import ModelStage
+from data_plane.step.stage import CpuStageModel
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp.messages import shut
 from nanocp.config.whole import Config
 
+Stage = StageEdge[CpuStageModel]
 NUM_FRAMES = 3
 """Frames of a layer that travel before."""
 
 
-def cut_connection(config: Config, stage: int, segments: Segments, *rest: Any) -> ModelStage:
+def cut_connection(config: Config, stage: int, segments: Segments, *rest: Any) -> Stage:
     """Stage 0 loses its connection to the one that it sends KV to; both processes live on."""
     built = startup.build_stage(config, stage, segments, *rest)
     mover: Any = built._mover
@@ -34,7 +36,7 @@ def cut_connection(config: Config, stage: int, segments: Segments, *rest: Any) -
     return built
 
 
-def dying_source(config: Config, stage: int, segments: Segments, *rest: Any) -> ModelStage:
+def dying_source(config: Config, stage: int, segments: Segments, *rest: Any) -> Stage:
     """Stage 0, which sends KV, is killed."""
     built = startup.build_stage(config, stage, segments, *rest)
     mover: Any = built._mover
@@ -43,11 +45,11 @@ def dying_source(config: Config, stage: int, segments: Segments, *rest: Any) -> 
     return built
 
 
-def dying_target(config: Config, stage: int, segments: Segments, *rest: Any) -> ModelStage:
+def dying_target(config: Config, stage: int, segments: Segments, *rest: Any) -> Stage:
     """Stage 1, which gets KV, is killed."""
     built: Any = startup.build_stage(config, stage, segments, *rest)
     if stage == 1 and segments.term.number == 1:
-        built._arrive = _then(built._arrive, _die)
+        built.layers._arrive = _then(built.layers._arrive, _die)
     return built  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""A whole pipeline in one thread, from one seed: the real coordinator and HashStages.
+"""A whole pipeline in one thread, from one seed: the real coordinator and hash stages.
 
 Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, which
 stage goes on next, how long messages are under way.
@@ -19,7 +19,7 @@ from data_plane.instance.interface import PageMover
 from data_plane.transport.stage_links import StageLinks
 from harness.hash_clusters.hash_model import HashModel
 from harness.hash_clusters.hash_play import HashPlay, played
-from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.hash_clusters.pipeline.hash_stage import hash_stage
 from harness.hash_clusters.pipeline.pipeline_setups import (
     PipelineSetup,
     chaos_setup,
@@ -100,7 +100,7 @@ class HashPipeline(HashPlay):
         num_dense_layers = self.random.randrange(pipeline.num_layers + 1)
         self.model = HashModel(pipeline.num_layers, num_dense_layers)
         return [
-            HashStage(stage, pipeline, num_frames, self.model, *own)
+            hash_stage(stage, pipeline, num_frames, self.model, *own)
             for stage, own in enumerate(ends)
         ]
 
@@ -114,7 +114,7 @@ class HashPipeline(HashPlay):
 
     def _kv_of(self, stage: Any, layer: int) -> Any:
         """The KV of one layer at a stage, by frame."""
-        return stage._kv[stage._place_of[layer]]
+        return stage.model.kv[stage.layers.place_of[layer]]
 
     # --- the play
 
@@ -201,7 +201,7 @@ class HashPipeline(HashPlay):
         while True:
             while process.items and isinstance(process.items[0], StagePrompt):
                 prompt = process.items.popleft()
-                process.stage.take_prompt(prompt.request_id, list(prompt.token_ids))
+                process.stage.requests.take_prompt(prompt.request_id, list(prompt.token_ids))
             if process.items:
                 item = process.items.popleft()
                 for waits_for in process.stage.run(item):
@@ -242,9 +242,10 @@ class HashPipeline(HashPlay):
         full, _ = self.scheduler._full_and_live()  # pages that nobody has are compared with nothing
         stages = [process.stage for process in self.processes]
         for process in self.processes:
-            assert not process.stage._coming and not process.stage._num_missing
+            layers = process.stage.layers
+            assert not layers.coming and not layers.num_missing
         for (stage, layer), good in places.good.items():
-            (owner,) = (s for s in range(len(stages)) if layer in stages[s]._layers)
+            (owner,) = (s for s in range(len(stages)) if layer in stages[s].layers.own)
             kv = [self._kv_of(stages[s], layer) for s in (stage, owner)]
             for first, count in runs_of(good & full):
                 frames = slice(first, first + count)

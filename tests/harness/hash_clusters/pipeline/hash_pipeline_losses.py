@@ -1,4 +1,4 @@
-"""A pipeline of HashStages that loses some and goes on, at any turn, from one seed.
+"""A pipeline of hash stages that loses some and goes on, at any turn, from one seed.
 
     PYTHONPATH=tests python -m harness.seed_campaign --kind pipeline-losses --seeds 1000
 
@@ -16,7 +16,7 @@ from harness.hash_clusters.hash_parts import Story
 from harness.hash_clusters.hash_play import played
 from harness.hash_clusters.hash_terms import RegroupingPlay
 from harness.hash_clusters.pipeline.hash_pipeline import HashPipeline, StageProcess
-from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.hash_clusters.pipeline.hash_stage import hash_stage
 from harness.hash_clusters.pipeline.pipeline_setups import chaos_setup
 from nanocp.values.commands import Join
 from nanocp.values.plan import FinishReason, Preempted
@@ -115,7 +115,7 @@ class LosingPipeline(RegroupingPlay, HashPipeline):
         if index in self.lost:
             setup = self.setup
             frames = setup.cluster.num_frames
-            stage = HashStage(index, setup.pipeline, frames, self.model, *ends)
+            stage = hash_stage(index, setup.pipeline, frames, self.model, *ends)
             return StageProcess(index, stage)
         process.stage.enter(*ends)
         return process

@@ -1,4 +1,4 @@
-"""A fake stage whose tokens are wrong exactly if a layer was left out, doubled, or read wrong KV.
+"""A stage whose tokens are wrong exactly if a layer was left out, doubled, or read wrong KV.
 
 Enters: passes, through instance/stage_edge.py, which is the code that serves. Leaves: hidden values
 and tokens. Does not know: tensors, sockets. Only the arithmetic is fake (hash_model.py).
@@ -12,7 +12,8 @@ import numpy as np
 
 from data_plane.instance.interface import PageMover
 from data_plane.instance.rows import Row
-from data_plane.instance.stage_edge import StageEdge
+from data_plane.instance.stage_edge import StageEdge, StageModel, StageRequests
+from data_plane.instance.stage_layers import StageLayers
 from data_plane.transport.stage_links import StageLinks
 from harness.hash_clusters import hash_model
 from harness.hash_clusters.hash_model import HashModel
@@ -24,41 +25,48 @@ from nanocp.values.sampling import TokenLogprobs
 _SPOILED = 0xDEAD_BEEF_DEAD_BEEF
 
 
-class HashStage(StageEdge):
-    """A stage with some layers of a HashModel. Hidden rows are a list of integers a span."""
+class HashStageModel(StageModel):
+    """Some layers of a HashModel. Hidden rows are a list of integers a span."""
 
-    def __init__(
-        self,
-        stage: int,
-        pipeline: PipelineConfig,
-        num_frames: int,
-        model: HashModel,
-        links: StageLinks,
-        mover: PageMover,
-    ) -> None:
-        """See StageEdge. Raises ValueError if the model has another number of layers."""
+    def __init__(self, pipeline: PipelineConfig, num_frames: int, model: HashModel) -> None:
+        """Raises ValueError if the model has another number of layers."""
         if model.num_layers != pipeline.num_layers:
             raise ValueError(
                 f"the model has {model.num_layers} layers; num_layers is {pipeline.num_layers}"
             )
-        super().__init__(stage, pipeline, num_frames, links, mover)
         self._model = model
-        self._kv = np.full((pipeline.num_places, num_frames, PAGE_SIZE), _SPOILED, np.uint64)
+        self.kv = np.full((pipeline.num_places, num_frames, PAGE_SIZE), _SPOILED, np.uint64)
 
-    def _embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> list[list[int]]:
+    def begin_term(self, layers: StageLayers, requests: StageRequests) -> None:
+        """Nothing of a term is kept here."""
+
+    def load(self, layers: Sequence[int]) -> None:
+        """There are no weights."""
+
+    def ended(self, request_ids: Sequence[int]) -> None:
+        """Nothing of a request is kept here."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def has(self, layer: int) -> bool:
+        """There are no weights."""
+        return True
+
+    def embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> list[list[int]]:
         return [
             [hash_model.embed(token, span.first + i) for i, token in enumerate(ids)]
             for span, ids in spans
         ]
 
-    def _run_layer(
+    def run_layer(
         self,
         layer: int,
         place: int,
         spans: Sequence[tuple[Span, Sequence[int]]],
         rows: list[list[int]],
     ) -> list[list[int]]:
-        kv = self._kv[place]
+        kv = self.kv[place]
         after = []
         for (span, frames), values in zip(spans, rows, strict=True):
             page, offset = divmod(span.first, PAGE_SIZE)
@@ -72,7 +80,7 @@ class HashStage(StageEdge):
             after.append(row)
         return after
 
-    def _sample(
+    def sample(
         self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: list[list[int]]
     ) -> list[tuple[int, TokenLogprobs | None]]:
         sampled = []
@@ -84,12 +92,25 @@ class HashStage(StageEdge):
                 sampled.append((token, logprobs))
         return sampled
 
-    def _read_frame(self, place: int, frame: int) -> np.ndarray:
-        entries: np.ndarray = self._kv[place, frame]
+    def read_frame(self, place: int, frame: int) -> np.ndarray:
+        entries: np.ndarray = self.kv[place, frame]
         return entries.copy()
 
-    def _write_frame(self, place: int, frame: int, payload: np.ndarray) -> None:
-        self._kv[place, frame] = payload.view(np.uint64)
+    def write_frame(self, place: int, frame: int, payload: np.ndarray) -> None:
+        self.kv[place, frame] = payload.view(np.uint64)
 
-    def _new_layer(self, layer: int, place: int) -> None:
-        self._kv[place] = _SPOILED
+    def new_layer(self, layer: int, place: int) -> None:
+        self.kv[place] = _SPOILED
+
+
+def hash_stage(
+    stage: int,
+    pipeline: PipelineConfig,
+    num_frames: int,
+    model: HashModel,
+    links: StageLinks,
+    mover: PageMover,
+) -> StageEdge[HashStageModel]:
+    """A stage with its layers of the model. Raises what HashStageModel raises."""
+    own = HashStageModel(pipeline, num_frames, model)
+    return StageEdge(stage, pipeline, num_frames, own, links, mover)

@@ -1,6 +1,6 @@
-"""A whole pipeline of ModelStages in one thread, from one seed; what a stage does not have is NaN.
+"""A whole pipeline of a model in one thread, from one seed; what a stage does not have is NaN.
 
-It is played as hash_pipeline.py plays HashStages. `transformers` judges every output.
+It is played as hash_pipeline.py plays hash stages. `transformers` judges every output.
 `PYTHONPATH=tests python -m harness.hash_clusters.pipeline.model_pipeline CHECKPOINT --seeds 20`
 plays layers that move by chance.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.instance.interface import PageMover
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import stores_bf16
 from data_plane.reference.oracle import Oracle
 from data_plane.step.cpu_kernels import Arithmetic, cpu_kernels
-from data_plane.step.stage import ModelStage
+from data_plane.step.stage import CpuStageModel
 from data_plane.transport.stage_links import StageLinks
 from harness.hash_clusters.hash_parts import Story
 from harness.hash_clusters.pipeline.hash_pipeline import HashPipeline
@@ -38,8 +40,8 @@ from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
 
 
-class NanStage(ModelStage):
-    """A stage whose frames are NaN wherever no token is filled in.
+class NanStageModel(CpuStageModel):
+    """A stage's layers, whose frames are NaN wherever no token is filled in.
 
     A page is zero from its first token on, because attention may read the rest of it, masked.
     """
@@ -48,20 +50,20 @@ class NanStage(ModelStage):
         super().__init__(*arguments)
         self._frames.layers.fill_(torch.nan)
 
-    def _empty_frames(self, *arguments: Any) -> None:
-        super()._empty_frames(*arguments)
-        self._frames.layers[:, :-1][torch.from_numpy(self._filled == 0)] = torch.nan
+    def ended(self, request_ids: Sequence[int]) -> None:
+        super().ended(request_ids)  # a pass begins, and has emptied frames
+        self._frames.layers[:, :-1][torch.from_numpy(self._layers.filled == 0)] = torch.nan
 
-    def _new_layer(self, layer: int, place: int) -> None:
-        super()._new_layer(layer, place)
+    def new_layer(self, layer: int, place: int) -> None:
+        super().new_layer(layer, place)
         self._weights.layer(layer)  # turns of the play must not depend on the disk
         self._frames.layers[place] = torch.nan
 
-    def _run_layer(self, layer: int, place: int, spans: Any, rows: Any) -> Any:
+    def run_layer(self, layer: int, place: int, spans: Any, rows: Any) -> Any:
         for span, frames in spans:
             new = frames[-(-span.first // PAGE_SIZE) :]
             self._frames.layers[place, new] = 0
-        return super()._run_layer(layer, place, spans, rows)
+        return super().run_layer(layer, place, spans, rows)
 
 
 class ModelPipeline(HashPipeline):
@@ -128,7 +130,8 @@ class ModelPipeline(HashPipeline):
                 pipeline.num_places, cluster.num_frames, model.attention.kv_width, torch.float32
             )
             arithmetic = Arithmetic(model, kernels, attention)
-            stages.append(NanStage(stage, pipeline, arithmetic, weights, frames, *own))
+            nan = NanStageModel(arithmetic, weights, frames)
+            stages.append(StageEdge(stage, pipeline, cluster.num_frames, nan, *own))
         return stages
 
     def _draw_params(self, max_tokens: int) -> SamplingParams:
@@ -148,7 +151,7 @@ class ModelPipeline(HashPipeline):
         assert story.reason is not None or len(story.output) == story.params.max_tokens, story
 
     def _kv_of(self, stage: Any, layer: int) -> Any:
-        return stage._frames.layers[stage._place_of[layer]]
+        return stage.model._frames.layers[stage.layers.place_of[layer]]
 
     def judge(self, oracle: Oracle) -> None:
         """Every greedy token is the reference model's; near-ties are at most one in a thousand."""
