@@ -1,8 +1,4 @@
-"""A decode instance: receives a plan, stages it, replays steps, samples, and reports.
-
-Enters: plans and tickets, through the instance's interface (interface.py). Leaves: events and
-tokens. Does not know: sockets, Ray, other instances' state. One thread drives it.
-"""
+"""A decode instance: receives a plan, stages it, replays steps, samples, and reports."""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, ta
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
+from data_plane.instance.page_transfers import state_page
 from data_plane.instance.row_sampling import begin_masks, sample, sample_drafts
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import DRAWS
@@ -33,12 +30,12 @@ from data_plane.instance.step_lane import StepLane
 from data_plane.instance.window_edge import StepRow, Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_copier import PageCopier
-from data_plane.kv.page_ring import PageRing, copy_bytes
+from data_plane.kv.page_ring import copy_bytes
 from data_plane.kv.slots import Slots
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
-from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, InstancePlan, Transfer, TransferDone
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, InstancePlan, Transfer
 from nanocp.values.sampling import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -79,27 +76,64 @@ class Startup:
     """What else is done with the other instances of a term; None on a CPU."""
 
 
+class InstanceFrames:
+    """Frames of KV, and behind them those of states, as tickets number them."""
+
+    def __init__(self, config: Config, pool: FramePool, instance: int) -> None:
+        self._instance = instance
+        self.pool, self.states = pool, pool.carry
+        self._cluster = config.cluster
+        self._is_synthetic = config.prefill.synthetic_kv
+
+    def view(self, frame: int) -> np.ndarray:
+        """A frame's own bytes, no copy."""
+        state = state_page(self.states, self._cluster, frame)
+        return self.pool.page_view(frame) if state is None else state
+
+    def read(self, frame: int) -> Any:
+        """A page's entries, as `write` takes them at another instance."""
+        state = state_page(self.states, self._cluster, frame)
+        return self.pool.read_payload(frame) if state is None else state
+
+    def write(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
+        """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""
+        state = state_page(self.states, self._cluster, frame)
+        if state is not None:
+            copy_bytes(payload, state[offset : offset + len(payload)])
+            return
+        self.pool.write_payload(frame, num_tokens, payload, offset)
+
+    def make(self, transfer: Transfer) -> bool:
+        """Fill the frames of a prompt's ticket, if KV is synthetic."""
+        if transfer.source is not None or not self._is_synthetic:
+            return False
+        for page, frame in transfer.frames_at(self._instance).items():
+            if page < CARRY_PAGE:
+                num_tokens = transfer.tokens_in(page)
+                self.pool.fill_synthetic(frame, num_tokens, transfer.request_id, page)
+            elif page == CARRY_PAGE and self.states is not None:
+                self.states.clear(self._cluster.carry_place(frame)[0], transfer.num_tokens)
+        return True
+
+
 class DecodeInstance(WindowEdge):
     """The instance that serves: tensors, captured steps, the model's sampler.
 
     instance.interface.Instance has the contract of each call.
     """
 
-    rings: Sequence[PageRing]
-
     def __init__(self, config: Config, startup: Startup) -> None:
         """Everything is made; `connect` attaches it to the peers."""
         first, *others = startup.lanes
-        super().__init__(config, startup.ends, first.exchange.sent_bytes, startup.new_ends)
+        sent_bytes = first.exchange.sent_bytes
+        frames = InstanceFrames(config, startup.frames, startup.ends.exchange.instance)
+        super().__init__(config, startup.ends, frames, sent_bytes, startup.new_ends)
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
-        self._frames = frames = startup.frames
-        slots = Slots.of(config.scheduler, config.kv_offload.file_dir, frames.page_bytes)
-        if slots is not None:
-            self.copier = PageCopier(self._instance, slots, self._page_view, self._write_page)
-            self.copier.start()
-        self._startup, self._carry = startup, frames.carry
-        self._lanes = startup.lanes
+        if (slots := Slots.of(config, startup.frames.page_bytes)) is not None:
+            self.pages.copier = PageCopier(self._instance, slots, frames.view, frames.write)
+            self.pages.copier.start()
+        self._startup = startup
         for lane in others:
             lane.exchange.sent_bytes = first.exchange.sent_bytes  # one count for both
         self.grammar_masks: GrammarMasks | None = None
@@ -109,7 +143,7 @@ class DecodeInstance(WindowEdge):
 
     @property
     def awaited(self) -> int | None:
-        of_steps = (lane.step.awaited for lane in self._lanes)
+        of_steps = (lane.step.awaited for lane in self._startup.lanes)
         return next((peer for peer in of_steps if peer is not None), super().awaited)
 
     def connect(self) -> int:
@@ -131,7 +165,7 @@ class DecodeInstance(WindowEdge):
         A GPU's are prepared before the first term, without peers: those that served before have
         theirs, and run no step for one that comes. Only those with DeepEP need all peers.
         """
-        engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._lanes]
+        engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._startup.lanes]
         if self._startup.both_lanes is not None:
             engines[1:] = [self._startup.both_lanes]  # lane 1 never runs alone
         self._num_graphs = sum(
@@ -141,7 +175,7 @@ class DecodeInstance(WindowEdge):
             for engine in engines
         )
         # On a GPU a wait of the steps before the captures may have ended in its error word.
-        for lane in self._lanes:
+        for lane in self._startup.lanes:
             lane.step.check()
             lane.step.meet(self._peers)  # forget epochs of steps that no peer has run
         self.selected += self._startup.graphs_report()
@@ -156,14 +190,14 @@ class DecodeInstance(WindowEdge):
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
         super().join(ends, start)
-        for lane in self._lanes:
+        for lane in self._startup.lanes:
             lane.exchange.begin_term(ends.exchange)
             lane.step.meet(self._peers)
 
     def place_experts(self, table: ExpertTable) -> None:
         began = time.monotonic()
         num_loaded = self._startup.load_experts(table.at(self._instance))
-        for lane in self._lanes:
+        for lane in self._startup.lanes:
             lane.step.place_experts(table)
         if num_loaded:
             took_s = time.monotonic() - began
@@ -175,7 +209,7 @@ class DecodeInstance(WindowEdge):
         needed = super().begin(plan)
         if self._window is not None:
             for lane in self._window.lanes:
-                engine = self._lanes[lane.number].engine
+                engine = self._startup.lanes[lane.number].engine
                 width = self._window.width
                 self._stage(engine.stage(plan.window, width), lane, width)
                 engine.staged()
@@ -187,38 +221,40 @@ class DecodeInstance(WindowEdge):
             is_alone = is_drafting and self._startup.drafts_alone and can_draft_alone(window)
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
-                self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows, window.width)
+                _load_row_state(
+                    self._startup.lanes[lane.number].engine.rows, lane.rows, window.width
+                )
             if len(window.lanes) == 1:
-                self._lanes[0].engine.replay()
+                self._startup.lanes[0].engine.replay()
             elif self._startup.both_lanes is not None:
                 self._startup.both_lanes.replay()
             else:
                 window.hidden_ns += self._run_in_turns()
             if is_alone:
-                of_step, *of_turns = draft_alone(window, self._lanes[0])
+                of_step, *of_turns = draft_alone(window, self._startup.lanes[0])
                 self._commit_step(window, partial(_highest, of_step))
-                take_drafts(window, self._lanes[0], of_turns)
+                take_drafts(window, self._startup.lanes[0], of_turns)
                 return
             for lane in window.lanes:
-                self._lanes[lane.number].step.check()
+                self._startup.lanes[lane.number].step.check()
             self._commit_step(window, partial(self._sample, window, masks))
             if is_drafting:
-                draft(window, self._lanes, self._exchange, self._guess)
+                draft(window, self._startup.lanes, self._exchange, self._guess)
 
     @inference_mode()
     def _run_in_turns(self) -> int:
-        steps: list[Any] = [lane.engine.next_step() for lane in self._lanes]
+        steps: list[Any] = [lane.engine.next_step() for lane in self._startup.lanes]
         return run_in_turns([step.phases() for step in steps], self._exchange)
 
     def _bucket(self, window: Window) -> Bucket:
-        buckets = [self._lanes[lane.number].engine.bucket for lane in window.lanes]
+        buckets = [self._startup.lanes[lane.number].engine.bucket for lane in window.lanes]
         return Bucket(
             sum(bucket.num_rows for bucket in buckets),
             sum(bucket.num_received for bucket in buckets),
         )
 
     def _stage(self, tables: StepTables, lane: WindowLane, width: int) -> None:
-        table, rows = self._table, lane.rows
+        table, rows = self._table.now, lane.rows
         first_of = {row.request_id: index * width for index, row in enumerate(rows)}
         tables.num_rows[0] = len(rows) * width
         tables.own.num_pages[:] = 0
@@ -228,7 +264,7 @@ class DecodeInstance(WindowEdge):
             # The page after the tail is appended to only if the window reaches it.
             holders = [table.holder(row.request_id, number) for number in (page, page + 1)]
             runs = table.pages.get(row.request_id, ())
-            if self._carry is not None:
+            if self._frames.states is not None:
                 runs = [run for run in runs if run.first_page < CARRY_PAGE]
                 tables.carry_frame[index] = self._carry_frame(row.request_id)
             for place in range(index * width, (index + 1) * width):
@@ -247,16 +283,6 @@ class DecodeInstance(WindowEdge):
                     tables.received.fill(received, table.pages.get(request_id, ()))
                     received += 1
 
-    def _load_row_state(self, state: RowState, rows: list[Row], width: int) -> None:
-        state.live[:] = False
-        for index, row in enumerate(rows):
-            num_live = row.num_live(width - 1)
-            for offset in range(width):
-                place = index * width + offset
-                state.token[place] = row.step_token(offset)
-                state.position[place] = row.position + offset
-                state.live[place] = offset < num_live
-
     def _sample(
         self,
         window: Window,
@@ -266,7 +292,7 @@ class DecodeInstance(WindowEdge):
     ) -> list[tuple[int, TokenLogprobs | None]]:
         """Sample behind the input tokens at an offset. pending: masks of offset 0, if begun."""
         parts = [
-            self._lanes[number].step.logits_of([each.place + offset for each in of_lane])
+            self._startup.lanes[number].step.logits_of([each.place + offset for each in of_lane])
             for number, of_lane in groupby(step_rows, attrgetter("lane"))
         ]
         rows = [each.row for each in step_rows]
@@ -287,45 +313,24 @@ class DecodeInstance(WindowEdge):
         window.mask_ns += time.perf_counter_ns() - begin_ns
         return allowed
 
-    # --- transfers ---
-
-    def expect(self, transfer: Transfer) -> None:
-        """Accept pages under a ticket; with synthetic KV they are filled here, at once."""
-        if transfer.source is not None or not self._config.prefill.synthetic_kv:
-            return super().expect(transfer)
-        self._newest_ticket = transfer.ticket
-        for page, frame in transfer.frames_at(self._instance).items():
-            if page < CARRY_PAGE:
-                num_tokens = transfer.tokens_in(page)
-                self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
-            elif page == CARRY_PAGE and self._carry is not None:
-                place, _ = self._config.cluster.carry_place(frame)
-                self._carry.clear(place, transfer.num_tokens)
-        self._events.append(TransferDone(transfer.ticket, self._instance))
-
-    def _page_view(self, frame: int) -> np.ndarray:
-        """A frame's own bytes, no copy; of KV or of a state."""
-        carried = self._carried(frame)
-        return self._frames.page_view(frame) if carried is None else carried
-
-    def _read_page(self, frame: int) -> Any:
-        if (carried := self._carried(frame)) is not None:
-            return carried
-        return self._frames.read_payload(frame)
-
-    def _write_page(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
-        if (carried := self._carried(frame)) is not None:
-            copy_bytes(payload, carried[offset : offset + len(payload)])
-            return
-        self._frames.write_payload(frame, num_tokens, payload, offset)
-
     def close(self) -> None:
         self._close_tensors()
         super().close()
 
     def _close_tensors(self) -> None:
-        for lane in self._lanes:
+        for lane in self._startup.lanes:
             lane.exchange.close()
+
+
+def _load_row_state(state: RowState, rows: list[Row], width: int) -> None:
+    state.live[:] = False
+    for index, row in enumerate(rows):
+        num_live = row.num_live(width - 1)
+        for offset in range(width):
+            place = index * width + offset
+            state.token[place] = row.step_token(offset)
+            state.position[place] = row.position + offset
+            state.live[place] = offset < num_live
 
 
 def _highest(

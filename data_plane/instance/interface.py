@@ -84,42 +84,8 @@ class TermStart(NamedTuple):
     """Whether rows and table are those of the last term: it ended at the edge of a window."""
 
 
-class Instance(Protocol):
-    """One instance, driven from one thread.
-
-    The caller's loop: `begin(plan)`, then `run_step()` plan.num_steps times; `poll()` after each,
-    and `expect`, `send`, `fence`, `copy_arrived_pages` and `send_pages` between steps or when idle.
-    """
-
-    def begin(self, plan: InstancePlan) -> Resync | None:
-        """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
-
-        Returns Resync, with nothing committed, if a digest differs; the caller must begin the
-        full plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
-        (transport.exchange) while awaiting a hand-off.
-        """
-
-    def run_step(self) -> None:
-        """Run one step of the begun window: exchange, attention, MoE, sampling.
-
-        The window's last step adds WindowDone to the events. Raises what a wait of the exchange
-        raises. The step is then abandoned: only `leave` may follow.
-        """
-
-    def leave(self) -> None:
-        """Leave the term: forget the window, tickets, what was not polled, and the ends.
-
-        Rows and table stay until `join` says whether they go on. Frames keep their KV, which the
-        next term may read (protocol.md, kept KV). It may be called at any point between two
-        other calls, also after one that raised, and twice.
-        """
-
-    def join(self, ends: TermEnds, start: TermStart) -> None:
-        """Begin another term after `leave`, with ends that are this instance's in that term.
-
-        Experts that it lacks are loaded. Raises ValueError if this kind of instance cannot join
-        another term, and what reading the checkpoint raises (model.weights.load_experts).
-        """
+class Pages(Protocol):
+    """The pages that come to an instance and leave it, called between steps or when idle."""
 
     def expect(self, transfer: Transfer) -> None:
         """Accept pages under this ticket from now on.
@@ -171,6 +137,47 @@ class Instance(Protocol):
         """Whether pages are still to be sent, or to come from another instance.
 
         While they are, an idle caller must call `send_pages` and `copy_arrived_pages` again soon.
+        """
+
+
+class Instance(Protocol):
+    """One instance, driven from one thread.
+
+    The caller's loop: `begin(plan)`, then `run_step()` plan.num_steps times; `poll()` after each,
+    and the calls of `pages` between steps or when idle.
+    """
+
+    pages: Any
+    """What has the calls of Pages, and the term's rings."""
+
+    def begin(self, plan: InstancePlan) -> Resync | None:
+        """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
+
+        Returns Resync, with nothing committed, if a digest differs; the caller must begin the
+        full plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
+        (transport.exchange) while awaiting a hand-off.
+        """
+
+    def run_step(self) -> None:
+        """Run one step of the begun window: exchange, attention, MoE, sampling.
+
+        The window's last step adds WindowDone to the events. Raises what a wait of the exchange
+        raises. The step is then abandoned: only `leave` may follow.
+        """
+
+    def leave(self) -> None:
+        """Leave the term: forget the window, tickets, what was not polled, and the ends.
+
+        Rows and table stay until `join` says whether they go on. Frames keep their KV, which the
+        next term may read (protocol.md, kept KV). It may be called at any point between two
+        other calls, also after one that raised, and twice.
+        """
+
+    def join(self, ends: TermEnds, start: TermStart) -> None:
+        """Begin another term after `leave`, with ends that are this instance's in that term.
+
+        Experts that it lacks are loaded. Raises ValueError if this kind of instance cannot join
+        another term, and what reading the checkpoint raises (model.weights.load_experts).
         """
 
     def poll(self) -> Polled:

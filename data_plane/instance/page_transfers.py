@@ -1,23 +1,31 @@
-"""The pages that come into an instance's frames and leave them, under tickets.
-
-Enters: tickets, fences, arrived pages. Leaves: pages for peers, TransferDone and TransferFenced.
-Does not know: what a payload means, why a page moves, steps. Subclasses read and write frames.
-"""
+"""The pages that come into an instance's frames and leave them, under tickets."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from data_plane.instance.interface import Instance, PageMover, PageSource
+from data_plane.instance.interface import PageMover, PageSource
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
+from nanocp.config.cluster import ClusterConfig
 from nanocp.values.members import Report
-from nanocp.values.plan import PAGE_SIZE, Fetch, Stow, Transfer, TransferDone, TransferFenced
+from nanocp.values.plan import (
+    PAGE_SIZE,
+    Fetch,
+    InstancePlan,
+    Stow,
+    Transfer,
+    TransferDone,
+    TransferFenced,
+)
 from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun
+
+_PLANS_UNDER_WAY = 2
+"""Most plans that were made before a ticket and are applied after it."""
 
 
 class _Expected(NamedTuple):
@@ -37,59 +45,172 @@ class _Outgoing(NamedTuple):
     frame: int
 
 
-class PageTransfers(Instance):
-    """The calls of instance.interface.Instance about pages, for every kind of instance."""
+class States(Protocol):
+    """States of rows in linear attention layers; kv.carry_pool.CarryPool is one."""
+
+    def clear(self, frame: int, num_tokens: int = 0) -> None:
+        """The frame gets the state of no token, or of tokens without content."""
+
+    def num_folded(self, frame: int) -> int:
+        """Tokens that a state has, in the layer with most."""
+
+    def page(self, frame: int, number: int) -> Any:
+        """A page of a frame's own bytes, no copy: an array, or a tensor on a GPU."""
+
+
+def state_page(states: States | None, cluster: ClusterConfig, frame: int) -> Any:
+    """The page of a state in a frame that a ticket names; None: it is one of KV."""
+    if states is None or frame < cluster.num_frames:
+        return None
+    return states.page(*cluster.carry_place(frame))
+
+
+class PageFrames(Protocol):
+    """An instance's frames, of KV and of states, by the numbers that tickets name."""
+
+    states: Any
+    """A States; None: the model has no linear attention layers."""
+
+    def read(self, frame: int) -> Any:
+        """A full page's entries, all layers, as `write` takes them at another instance."""
+
+    def write(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
+        """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""
+
+    def make(self, transfer: Transfer) -> bool:
+        """Fill the ticket's frames with synthetic KV; False if its pages are sent."""
+
+
+class AppliedTable:
+    """The page table of an instance as its plans have made it (protocol.md, table digests)."""
+
+    def __init__(self, instance: int, num_instances: int) -> None:
+        self.seat = instance, num_instances
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing goes on from here: no request, no ticket, no window."""
+        self.now = InstanceTable(*self.seat)
+        self._given: deque[tuple[int, Transfer]] = deque()
+        """(newest window then, ticket): frames that were given to requests, the latest last."""
+        self._newest_window = -1
+        self._is_in_step = True
+        """Whether the latest plan fitted the table."""
+
+    def give(self, transfer: Transfer) -> None:
+        """The ticket's frames may hold pages of its request from now on."""
+        self._given.append((self._newest_window, transfer))
+
+    def apply(self, plan: InstancePlan) -> str:
+        """Bring the table to the plan's; returns what differed, or an empty string."""
+        mismatch = self._apply(plan)
+        self._is_in_step = not mismatch
+        return mismatch
+
+    def _apply(self, plan: InstancePlan) -> str:
+        if plan.is_full:
+            self.now = InstanceTable(*self.seat)
+        elif self.now.digest != plan.base_digest:
+            return (
+                f"the table's digest is {self.now.digest:#x}, "
+                f"the plan's base is {plan.base_digest:#x}"
+            )
+        self.now.apply(plan.changes)
+        if self.now.digest != plan.result_digest:
+            return (
+                f"the changed table's digest is {self.now.digest:#x}, "
+                f"the plan's is {plan.result_digest:#x}"
+            )
+        self._newest_window = plan.window
+        while self._given and self._given[0][0] < plan.window - _PLANS_UNDER_WAY:
+            self._given.popleft()
+        return ""
+
+    def kept_pages(self) -> list[PageRun]:
+        """List the pages of requests in the table, without frames that a ticket has given away.
+
+        The plan that takes a frame from its owner may come behind the ticket for the next one.
+        """
+        given: dict[int, set[tuple[int, int]]] = {}
+        for _, transfer in self._given:
+            for page, frame in transfer.frames_at(self.seat[0]).items():
+                given.setdefault(frame, set()).add((transfer.request_id, page))
+        return [
+            run
+            for request_id, runs in self.now.pages.items()
+            if self._is_in_step
+            and all(
+                given.get(run.frame + index, set()) <= {(request_id, run.first_page + index)}
+                for run in runs
+                for index in range(run.num_pages)
+            )
+            for run in runs
+        ]
+
+
+class PageTransfers:
+    """The tickets of an instance in one term; instance.interface.Pages has the contract."""
 
     def __init__(
         self,
-        instance: int,
-        num_instances: int,
+        table: AppliedTable,
+        frames: PageFrames,
+        events: list[Report],
         rings: Sequence[PageSource],
         moves: PageMover,
     ) -> None:
+        """events: gets what happens."""
         self.rings = rings
-        """Where the prefill puts pages: a ring for each of its writers, none with synthetic KV.
+        """A ring for each writer of the prefill, none with synthetic KV.
 
         A watcher may wait on one; only `copy_arrived_pages` takes pages from it.
         """
-        self._instance = instance
-        self._moves = moves
-        self._num_instances = num_instances
-        self._table = InstanceTable(instance, num_instances)
-        self._events: list[Report] = []
+        self.moves = moves
+        self.copier: PageCopier | None = None
+        """Copies pages to slots and back; None without kv_offload."""
+        self._instance, self._num_instances = table.seat
+        self._table, self._frames, self._events = table, frames, events
         self._to_send: deque[_Outgoing] = deque()
         self._expected: dict[int, _Expected] = {}
         """By ticket."""
         self._newest_ticket = -1
-        self.copier: PageCopier | None = None
-        """Copies pages to slots and back; None without kv_offload."""
 
-    @abstractmethod
-    def _read_page(self, frame: int) -> Any:
-        """A full page's entries, all layers, as `_write_page` takes them at another instance."""
-
-    @abstractmethod
-    def _write_page(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
-        """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""
+    def join(self, rings: Sequence[PageSource], moves: PageMover, newest_ticket: int) -> None:
+        """A term begins; the newest ticket is of the terms before."""
+        self.rings, self.moves, self._newest_ticket = rings, moves, newest_ticket
 
     def leave(self) -> None:
+        """Forget the tickets and close the ends."""
         if self.copier is not None:
             self.copier.abandon()
-        self._moves.close()
-        for ring in self.rings:
-            ring.close()
-        self._events.clear()
+        self.close_ends()
         self._to_send.clear()
         self._expected.clear()
 
+    def close_ends(self) -> None:
+        """Close the rings and the ways to other instances."""
+        self.moves.close()
+        for ring in self.rings:
+            ring.close()
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        if self.copier is not None:
+            self.copier.close()
+        self.close_ends()
+
     def expect(self, transfer: Transfer) -> None:
         self._newest_ticket = transfer.ticket
+        if self._frames.make(transfer):
+            self._events.append(TransferDone(transfer.ticket, self._instance))
+            return
+        self._table.give(transfer)
         self._expected[transfer.ticket] = _Expected(
             transfer, transfer.frames_at(self._instance), {}
         )
 
     def send(self, transfer: Transfer) -> None:
-        frames = self._table.frames(transfer.request_id)
+        frames = self._table.now.frames(transfer.request_id)
         for page, receiver in transfer.instances().items():
             if page in frames:
                 self._to_send.append(_Outgoing(receiver, transfer.ticket, page, frames[page]))
@@ -108,10 +229,10 @@ class PageTransfers(Instance):
         self._send_loaded()
         while self._to_send:
             receiver, ticket, page, frame = self._to_send[0]
-            if not self._moves.has_place(receiver):
+            if not self.moves.has_place(receiver):
                 return
-            payload = self._read_page(frame)
-            self._moves.send(
+            payload = self._frames.read(frame)
+            self.moves.send(
                 receiver, ticket=ticket, page=page, num_tokens=PAGE_SIZE, payload=payload
             )
             self._to_send.popleft()
@@ -139,10 +260,10 @@ class PageTransfers(Instance):
         that was taken already is dropped: two writers may have been asked for it. The same holds
         for a part of a page, and a page is there with all its bytes.
         """
-        lost = {peer for peer in self._senders() if self._moves.has_lost(peer)}
+        lost = {peer for peer in self._senders() if self.moves.has_lost(peer)}
         for ring in self.rings:
             self._copy(ring.arrived())
-        for arrived in self._moves.arrived():
+        for arrived in self.moves.arrived():
             self._copy(arrived)
         if self.copier is not None:
             events, filled = self.copier.take()
@@ -167,9 +288,9 @@ class PageTransfers(Instance):
     def _send_loaded(self) -> None:
         while self.copier is not None and (loaded := self.copier.loaded()) is not None:
             ticket, page, receiver, payload = loaded
-            if not self._moves.has_place(receiver):
+            if not self.moves.has_place(receiver):
                 return
-            self._moves.send(
+            self.moves.send(
                 receiver, ticket=ticket, page=page, num_tokens=PAGE_SIZE, payload=payload
             )
             self.copier.sent()
@@ -184,7 +305,7 @@ class PageTransfers(Instance):
             parts = parts_of.setdefault(page, {})
             if page not in frames or offset in parts:
                 continue
-            self._write_page(frames[page], num_tokens, payload, offset)
+            self._frames.write(frames[page], num_tokens, payload, offset)
             parts[offset] = len(payload)
             if sum(parts.values()) >= page_bytes:
                 self._is_there(ticket, page)

@@ -1,49 +1,36 @@
-"""The edge of a window: apply a plan, resync, hand rows over, report.
-
-Enters: plans, sampled tokens. Leaves: the rows of a window, hand-offs, tokens and WindowDone, or
-Resync if the plan was made for another table. Does not know: what a step computes, KV.
-
-`begin` blocks. `begin_steps` is the same as a generator that yields what it awaits, so that a test
-can play a whole cluster in one thread.
-"""
+"""The edge of a window: apply a plan, resync, hand rows over, report."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.interface import Polled, TermEnds, TermStart
+from data_plane.instance.interface import Instance, Polled, TermEnds, TermStart
 from data_plane.instance.lanes import Waiting, WindowLane, run_waiting, window_lanes
-from data_plane.instance.page_transfers import PageTransfers
+from data_plane.instance.page_transfers import AppliedTable, PageFrames, PageTransfers
 from data_plane.instance.rows import Row
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
-from nanocp.values.members import Resync
+from nanocp.values.members import Report, Resync
 from nanocp.values.plan import (
     CARRY_PAGE,
     Finished,
     InstancePlan,
-    Transfer,
     WindowDone,
     WrittenPage,
 )
 from nanocp.values.sampling import Token, TokenLogprobs
-from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageRun
 from nanocp.wire.rows import decode_hand_off_state, encode_hand_off_state
-
-_PLANS_UNDER_WAY = 2
-"""Most plans that were made before a ticket and are applied after it."""
 
 
 @dataclass(slots=True)
@@ -88,19 +75,6 @@ class Window:
         return [row for lane in self.lanes for row in lane.rows if not row.finished]
 
 
-class States(Protocol):
-    """States of rows in linear attention layers; kv.carry_pool.CarryPool is one."""
-
-    def clear(self, frame: int, num_tokens: int = 0) -> None:
-        """The frame gets the state of no token, or of tokens without content."""
-
-    def num_folded(self, frame: int) -> int:
-        """Tokens that a state has, in the layer with most."""
-
-    def page(self, frame: int, number: int) -> Any:
-        """A page of a frame's own bytes, no copy: an array, or a tensor on a GPU."""
-
-
 class StepRow(NamedTuple):
     """A row in a step, where its known token is; its drafts are behind it."""
 
@@ -114,13 +88,14 @@ Sampler = Callable[[Sequence[StepRow], int], Sequence[tuple[int, TokenLogprobs |
 """Samples the tokens after the input tokens of these rows at an offset: 0 is the known one."""
 
 
-class WindowEdge(PageTransfers):
+class WindowEdge(Instance):
     """All of instance.interface.Instance that does not depend on what a step computes."""
 
     def __init__(
         self,
         config: Config,
         ends: TermEnds,
+        frames: PageFrames,
         sent_bytes: dict[Channel, int],
         new_ends: Callable[[], TermEnds] | None = None,
     ) -> None:
@@ -130,26 +105,22 @@ class WindowEdge(PageTransfers):
         new_ends: makes the ends of a later term; None if the instance joins one term only, or if
         the caller makes them.
         """
-        exchange = ends.exchange
-        super().__init__(exchange.instance, exchange.num_instances, ends.rings, ends.moves)
-        self._config = config
-        self._exchange = exchange
-        self._new_ends = new_ends
+        self._exchange = exchange = ends.exchange
+        self._instance = exchange.instance
+        self._config, self._new_ends = config, new_ends
+        self._frames = frames
+        self._table = AppliedTable(exchange.instance, exchange.num_instances)
+        self._events: list[Report] = []
+        self.pages = PageTransfers(self._table, frames, self._events, ends.rings, ends.moves)
         self._has_ends = True
-        self._peers = [peer for peer in range(self._num_instances) if peer != self._instance]
+        self._peers = [peer for peer in range(exchange.num_instances) if peer != self._instance]
         """The other instances of the term."""
         self._rows: dict[int, Row] = {}
         self._window: Window | None = None
         self._tokens: list[Token] = []
-        self._given: deque[tuple[int, Transfer]] = deque()
-        """(newest window then, ticket): frames that were given to requests, the latest last."""
-        self._newest_window = -1
-        self._is_in_step = True
-        """Whether the latest plan fitted the table."""
-        self._carry: States | None = None
-        """States of rows; None: the model has no linear attention layers."""
         self._sent_bytes = sent_bytes
-        self._reported_route_bytes = self._reported_expert_bytes = 0
+        self._reported_bytes = 0, 0
+        """Of routes and of experts."""
 
     @abstractmethod
     def _bucket(self, window: Window) -> Bucket:
@@ -160,7 +131,7 @@ class WindowEdge(PageTransfers):
 
         Raises what `join` and `connect` raise.
         """
-        ends = TermEnds(self._exchange, self.rings, self._moves)
+        ends = TermEnds(self._exchange, self.pages.rings, self.pages.moves)
         if not self._has_ends:
             if self._new_ends is None:
                 raise ValueError("this kind of instance joins one term only")
@@ -179,76 +150,47 @@ class WindowEdge(PageTransfers):
         Raises ExchangeTimeout if a peer does not appear, PeerLost or TermOver.
         """
         self._exchange.connect(self._config.limits.start_timeout_ms)
-        self._moves.connect()
+        self.pages.moves.connect()
         return 0
 
     def leave(self) -> None:
-        super().leave()
+        self.pages.leave()
         self._exchange.close()
         self._has_ends = False
+        self._events.clear()
         self._tokens.clear()
         self._window = None
 
-    def expect(self, transfer: Transfer) -> None:
-        super().expect(transfer)
-        self._given.append((self._newest_window, transfer))
-
     def kept_pages(self) -> list[PageRun]:
-        """List the pages of requests in the table, without frames that a ticket has given away.
-
-        The plan that takes a frame from its owner may come behind the ticket for the next one.
-        """
-        given: dict[int, set[tuple[int, int]]] = {}
-        for _, transfer in self._given:
-            for page, frame in transfer.frames_at(self._instance).items():
-                given.setdefault(frame, set()).add((transfer.request_id, page))
-        return [
-            run
-            for request_id, runs in self._table.pages.items()
-            if self._is_in_step
-            and all(
-                given.get(run.frame + index, set()) <= {(request_id, run.first_page + index)}
-                for run in runs
-                for index in range(run.num_pages)
-            )
-            for run in runs
-        ]
+        return self._table.kept_pages()
 
     def restarts(self) -> list[tuple[int, int, int]]:
-        if self._carry is None:
+        if (states := self._frames.states) is None:
             return []
         # A step that was abandoned may have folded a token more in some layers than in others.
         kept = [run.request_id for run in self.kept_pages() if run.first_page == CARRY_PAGE]
         return [
-            (request_id, self._carry.num_folded(self._carry_frame(request_id)), row.position)
+            (request_id, states.num_folded(self._carry_frame(request_id)), row.position)
             for request_id in kept
             if (row := self._rows.get(request_id)) is not None
         ]
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        self._exchange, self.rings, self._moves = ends
+        self._exchange = ends.exchange
+        self.pages.join(ends.rings, ends.moves, start.newest_ticket)
         self._has_ends = True
-        self._newest_ticket = start.newest_ticket
         if not start.keeps_rows:
             self._rows.clear()
-            self._given.clear()
-            self._newest_window = -1
-            self._table = InstanceTable(self._instance, self._num_instances)
+            self._table.clear()
         self._peers = [seat for seat in start.seats if seat != self._instance]
         if start.experts is not None:
             self.place_experts(start.experts)
 
     def _carry_frame(self, request_id: int) -> int:
         """The frame of the state of a row that is here."""
-        run = self._table.pages[request_id][-1]
+        run = self._table.now.pages[request_id][-1]
         assert run.first_page == CARRY_PAGE, f"request {request_id} has no state here"
         return self._config.cluster.carry_place(run.frame)[0]
-
-    def _carried(self, frame: int) -> Any:
-        """The page of a state in a frame that a ticket names; None: it is one of KV."""
-        if self._carry is None or frame < self._config.cluster.num_frames:
-            return None
-        return self._carry.page(*self._config.cluster.carry_place(frame))
 
     @abstractmethod
     def place_experts(self, table: ExpertTable) -> None:
@@ -259,9 +201,7 @@ class WindowEdge(PageTransfers):
 
     def begin_steps(self, plan: InstancePlan) -> Waiting[Resync | None]:
         """`begin` as a generator."""
-        mismatch = self._apply(plan)
-        self._is_in_step = not mismatch
-        if mismatch:
+        if mismatch := self._table.apply(plan):
             return Resync(plan.window, mismatch)
         for request_id in plan.ends:
             del self._rows[request_id]
@@ -271,35 +211,12 @@ class WindowEdge(PageTransfers):
         yield from self._await_hand_offs(plan)
         for start in plan.starts:
             self._rows[start.request_id] = Row.start(start)
-            if self._carry is not None and start.position == 0:
-                self._carry.clear(self._carry_frame(start.request_id))  # none has come
-        rows = [self._rows[request_id] for request_id in self._table.rows]
-        lanes = window_lanes(self._table, rows, plan.two_lanes)
+            if self._frames.states is not None and start.position == 0:
+                self._frames.states.clear(self._carry_frame(start.request_id))  # none has come
+        rows = [self._rows[request_id] for request_id in self._table.now.rows]
+        lanes = window_lanes(self._table.now, rows, plan.two_lanes)
         self._window = Window(plan, lanes, drafts=[[0, 0] for _ in range(plan.num_drafts)])
         return None
-
-    def _apply(self, plan: InstancePlan) -> str:
-        """Bring the table to the plan's (protocol.md, table digests).
-
-        Returns what differed, or an empty string.
-        """
-        if plan.is_full:
-            self._table = InstanceTable(self._instance, self._num_instances)
-        elif self._table.digest != plan.base_digest:
-            return (
-                f"the table's digest is {self._table.digest:#x}, "
-                f"the plan's base is {plan.base_digest:#x}"
-            )
-        self._table.apply(plan.changes)
-        if self._table.digest != plan.result_digest:
-            return (
-                f"the changed table's digest is {self._table.digest:#x}, "
-                f"the plan's is {plan.result_digest:#x}"
-            )
-        self._newest_window = plan.window
-        while self._given and self._given[0][0] < plan.window - _PLANS_UNDER_WAY:
-            self._given.popleft()
-        return ""
 
     def _post_hand_offs(self, plan: InstancePlan) -> None:
         outgoing: dict[int, list[bytes]] = {}
@@ -407,10 +324,10 @@ class WindowEdge(PageTransfers):
             num_received=window.num_received,
             bucket_rows=bucket.num_rows,
             bucket_received=bucket.num_received,
-            route_bytes=route_bytes - self._reported_route_bytes,
-            expert_bytes=expert_bytes - self._reported_expert_bytes,
+            route_bytes=route_bytes - self._reported_bytes[0],
+            expert_bytes=expert_bytes - self._reported_bytes[1],
         )
-        self._reported_route_bytes, self._reported_expert_bytes = route_bytes, expert_bytes
+        self._reported_bytes = route_bytes, expert_bytes
         return done
 
     def poll(self) -> Polled:
@@ -420,9 +337,5 @@ class WindowEdge(PageTransfers):
         return polled
 
     def close(self) -> None:
-        if self.copier is not None:
-            self.copier.close()
+        self.pages.close()
         self._exchange.close()
-        self._moves.close()
-        for ring in self.rings:
-            ring.close()

@@ -135,8 +135,8 @@ class DecodeLoop(TermLoop):
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
         self._watchers: list[threading.Thread] = []
-        if instance.copier is not None:
-            instance.copier.wake = self._pages_came
+        if instance.pages.copier is not None:
+            instance.pages.copier.wake = self._pages_came
 
     def _renew(self) -> None:
         self._instance.leave()
@@ -145,7 +145,7 @@ class DecodeLoop(TermLoop):
         meet(self._segments, join)
         num_graphs = self._instance.enter(_term_start(join))
         self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()]
-        for ring in self._instance.rings:
+        for ring in self._instance.pages.rings:
             watcher = threading.Thread(
                 target=self._watch_ring, args=(ring,), name="ring watcher", daemon=True
             )
@@ -159,7 +159,7 @@ class DecodeLoop(TermLoop):
                 # Unbounded on purpose: an idle instance waits as long as its stream is open, which
                 # keepalive proves. But pages from another instance send no message, so it looks
                 # again each tick.
-                is_moving = self._instance.is_moving_pages
+                is_moving = self._instance.pages.is_moving_pages
                 self._await_message(self._limits.tick_ms / 1000 if is_moving else None)
                 self._between_steps()
             self._run_window(self._plans.popleft())
@@ -219,8 +219,8 @@ class DecodeLoop(TermLoop):
         """Do what may be done only between steps: take messages, copy pages, send pages."""
         self._take_all()
         self._pages_reported.clear()
-        self._instance.copy_arrived_pages()
-        self._instance.send_pages()
+        self._instance.pages.copy_arrived_pages()
+        self._instance.pages.send_pages()
         self._deliver()
 
     def _take_work(self, message: Any) -> None:
@@ -231,15 +231,15 @@ class DecodeLoop(TermLoop):
                 else:
                     self._plans.append(message)
             case ExpectPages(transfer):
-                self._instance.expect(transfer)
+                self._instance.pages.expect(transfer)
             case SendPages(transfer):
-                self._instance.send(transfer)
+                self._instance.pages.send(transfer)
             case Stow():
-                self._instance.stow(message)
+                self._instance.pages.stow(message)
             case Fetch():
-                self._instance.fetch(message)
+                self._instance.pages.fetch(message)
             case RefusePages(ticket):
-                self._instance.fence(ticket)
+                self._instance.pages.fence(ticket)
             case _:
                 raise AssertionError(f"the controller sent {message} to a running instance")
 

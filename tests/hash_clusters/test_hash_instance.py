@@ -86,13 +86,13 @@ def test_begin_and_run_step_wait_in_threads():
     transfer = plan.transfers[0]
     pages = HashModel().prefill(prompt_ids, transfer.num_tokens)
     for page, instance in transfer.instances().items():
-        instances[instance].rings[0].put(transfer.ticket, page, pages[page])
+        instances[instance].pages.rings[0].put(transfer.ticket, page, pages[page])
     events = []
     for instance in instances:
-        instance.copy_arrived_pages()
+        instance.pages.copy_arrived_pages()
         assert instance.poll().events == (), "a page before its `expect` waits in the ring"
-        instance.expect(transfer)
-        instance.copy_arrived_pages()
+        instance.pages.expect(transfer)
+        instance.pages.copy_arrived_pages()
         events += instance.poll().events
     assert events == [TransferDone(transfer.ticket, instance) for instance in range(3)]
     tokens = []
@@ -126,29 +126,29 @@ def run_window(instance, plan):
 def test_a_fenced_ticket_is_refused_also_for_pages_that_already_arrived():
     instance = make_instances()[0]
     transfer = Transfer(3, 1, 100, (TargetRun(0, 2, 0, 4),))
-    instance.expect(transfer)
-    instance.rings[0].put(3, 0, np.ones((2, 64), np.uint64))
-    instance.copy_arrived_pages()
-    before = instance._kv.copy()
-    instance.rings[0].put(3, 1, np.ones((2, 64), np.uint64))
-    instance.fence(3)
-    instance.fence(77)
-    instance.copy_arrived_pages()
+    instance.pages.expect(transfer)
+    instance.pages.rings[0].put(3, 0, np.ones((2, 64), np.uint64))
+    instance.pages.copy_arrived_pages()
+    before = instance._frames.kv.copy()
+    instance.pages.rings[0].put(3, 1, np.ones((2, 64), np.uint64))
+    instance.pages.fence(3)
+    instance.pages.fence(77)
+    instance.pages.copy_arrived_pages()
     assert instance.poll().events == (TransferFenced(3, 0), TransferFenced(77, 0))
-    assert (instance._kv == before).all()
+    assert (instance._frames.kv == before).all()
 
 
 def test_a_page_that_two_writers_send_is_taken_once_and_a_new_ticket_holds_up_its_own_ring():
     instance = make_instances()[0]
-    instance.rings = [LocalPageRing(), LocalPageRing()]
+    instance.pages.rings = [LocalPageRing(), LocalPageRing()]
     content = np.ones((2, 64), np.uint64)
-    instance.expect(Transfer(3, 1, 128, (TargetRun(0, 2, 0, 4),)))
-    instance.rings[0].put(4, 0, content)
+    instance.pages.expect(Transfer(3, 1, 128, (TargetRun(0, 2, 0, 4),)))
+    instance.pages.rings[0].put(4, 0, content)
     for page in (0, 0, 1, 1):
-        instance.rings[1].put(3, page, content)
-    instance.copy_arrived_pages()
+        instance.pages.rings[1].put(3, page, content)
+    instance.pages.copy_arrived_pages()
     assert instance.poll().events == (TransferDone(3, 0),)
-    assert [len(ring) for ring in instance.rings] == [1, 0]
-    instance.expect(Transfer(4, 2, 64, (TargetRun(0, 1, 0, 6),)))
-    instance.copy_arrived_pages()
+    assert [len(ring) for ring in instance.pages.rings] == [1, 0]
+    instance.pages.expect(Transfer(4, 2, 64, (TargetRun(0, 1, 0, 6),)))
+    instance.pages.copy_arrived_pages()
     assert instance.poll().events == (TransferDone(4, 0),)

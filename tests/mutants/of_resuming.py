@@ -159,7 +159,7 @@ OF_RESUMING = [
     Mutant(
         name="given-pages",
         why="a request claims pages whose frames were given to another",
-        path="data_plane/instance/window_edge.py",
+        path="data_plane/instance/page_transfers.py",
         text="self._given.append((self._newest_window, transfer))",
         fault="pass",
         tests=("tests/data_plane/instance/test_kept_pages.py",),

@@ -45,8 +45,8 @@ MUTANTS = [
         name="a-lane-on-its-own",
         why="an instance decides by its own rows whether it runs two lanes",
         path="data_plane/instance/window_edge.py",
-        text="window_lanes(self._table, rows, plan.two_lanes)",
-        fault="window_lanes(self._table, rows, plan.two_lanes and len(rows) > 1)",
+        text="window_lanes(self._table.now, rows, plan.two_lanes)",
+        fault="window_lanes(self._table.now, rows, plan.two_lanes and len(rows) > 1)",
         tests=LANES,
     ),
     Mutant(

@@ -308,7 +308,7 @@ def test_the_mtp_layer_keeps_kv_of_each_position_as_a_prefill_would(num_drafts):
     ids = [*asked.ids, *asked.output]
     # KV of the MTP layer needs the token after its position, and the last token has no KV.
     num_tokens = len(ids) - 2
-    layers = cluster.instances[0]._frames.layers
+    layers = cluster.instances[0]._frames.pool.layers
     pages = [layers[:, frame_of[page]] for page in range(num_tokens // PAGE_SIZE + 1)]
     found = torch.cat(pages, dim=1)[:, :num_tokens]
     assert torch.allclose(found, prompt_kv(TALE, ids, num_tokens), atol=1e-4)
@@ -353,7 +353,7 @@ def test_families_are_exact_with_drafts(with_mtp_layer):
 
 def test_without_drafts_no_layer_and_no_width_is_added():
     prompts, cluster = played(greedy_prompts()[:1], "fixed_degree:1", 1)
-    assert len(cluster.instances[0]._frames.layers) == 4
+    assert len(cluster.instances[0]._frames.pool.layers) == 4
     assert not any(plan.num_drafts for each in cluster.plans for plan in each.instances)
     assert not any(report.drafts or report.advanced for report in cluster.reports)
     assert all(placement.begins is None for placement in prompts[0].placements)

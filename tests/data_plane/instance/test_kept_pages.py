@@ -37,7 +37,9 @@ class Story:
         self.window += 1
 
     def expect(self, request_id, first_page, frame):
-        self.instance.expect(Transfer(3, request_id, 640, (TargetRun(first_page, 1, 0, frame),)))
+        self.instance.pages.expect(
+            Transfer(3, request_id, 640, (TargetRun(first_page, 1, 0, frame),))
+        )
 
     def kept(self):
         """Leave the term, and say what is kept."""
@@ -93,9 +95,9 @@ def test_tickets_are_forgotten_when_every_plan_made_before_them_was_applied(stor
     story.expect(8, 0, 9)
     story.begin(forgotten=(7,))
     story.begin()
-    assert len(story.instance._given) == 1
+    assert len(story.instance._table._given) == 1
     story.begin(pages=(PageRun(7, 0, 1, 9),))
-    assert not story.instance._given
+    assert not story.instance._table._given
     assert story.kept() == [OF_8, PageRun(7, 0, 1, 9)]
 
 
@@ -104,7 +106,7 @@ def test_a_row_may_go_on_from_where_its_state_is_folded_to_where_it_was(depth):
     cluster = replace(CONFIG.cluster, carry_pages=1)
     story = Story(replace(CONFIG, cluster=cluster), linear_layers=(1,))
     story.begin(pages=(PageRun(7, 0, 1, 4), PageRun(7, CARRY_PAGE, 1, cluster.num_frames)))
-    states = story.instance._carry
+    states = story.instance._frames.states
     states.depth = depth
     for position in range(9):
         states.step(0, 1, position, position)

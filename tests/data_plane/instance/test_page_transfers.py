@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from data_plane.instance.page_transfers import PageTransfers
+from data_plane.instance.page_transfers import AppliedTable, PageTransfers
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
 from harness.transports.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
@@ -37,21 +37,32 @@ class NoMoves:
         """There is nothing to close."""
 
 
-class Transfers(PageTransfers):
+class Frames:
     """Records which pages were written."""
 
-    def __init__(self, ring, moves=None):
-        super().__init__(0 if moves is None else 1, 2, [ring], moves or NoMoves())
+    states = None
+
+    def __init__(self):
         self.written = []
 
-    def _read_page(self, frame):
-        raise NotImplementedError
-
-    def _write_page(self, frame, num_tokens, payload, offset):
+    def write(self, frame, num_tokens, payload, offset):
         self.written.append((frame, num_tokens, payload))
 
+    def make(self, transfer):
+        return False
+
+
+class Transfers(PageTransfers):
+    """Takes pages of a ring into recorded frames."""
+
+    def __init__(self, ring, moves=None):
+        table, frames = AppliedTable(0 if moves is None else 1, 2), Frames()
+        super().__init__(table, frames, [], [ring], moves or NoMoves())
+        self.written = frames.written
+
     def take_events(self):
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
 
@@ -160,7 +171,7 @@ def move(sender, instance, number):
 def test_a_connection_that_is_cut_in_the_middle_of_a_move_is_a_lost_peer(by_tcp):
     """Else the ticket would stay open until its term ends: the sender has no page left to send."""
     sender, instance = by_tcp
-    cut(sender, instance._moves)
+    cut(sender, instance.moves)
     with pytest.raises(
         PeerLost, match=r"instance 1 waits for pages: its connection from instance 0 has ended"
     ) as lost:
@@ -172,7 +183,7 @@ def test_a_connection_that_ends_after_a_move_costs_nothing(by_tcp):
     sender, instance = by_tcp
     move(sender, instance, 1)
     instance.expect(transfer(2))  # of the prefill
-    cut(sender, instance._moves)
+    cut(sender, instance.moves)
     instance.copy_arrived_pages()
     assert instance.take_events() == [TransferDone(1, 1)]
 
@@ -184,7 +195,7 @@ def test_a_connection_that_is_cut_loses_a_peer_whose_slots_have_pages_of_a_promp
     instance.copier = NoCopies()
     instance.expect(transfer(2))
     instance.copy_arrived_pages()
-    cut(sender, instance._moves)
+    cut(sender, instance.moves)
     with pytest.raises(PeerLost) as lost:
         instance.copy_arrived_pages()
     assert lost.value.peer == 0
@@ -202,7 +213,7 @@ class NoCopies:
 
 def test_pages_for_others_do_not_wait_for_ever_behind_one_whose_ring_is_gone(by_tcp):
     sender, instance = by_tcp
-    cut(sender, instance._moves)
+    cut(sender, instance.moves)
     with pytest.raises(PeerLost, match="a page for instance 1 finds no place") as lost:
         for number in range(9):
             assert sender.has_place(1)

@@ -53,8 +53,8 @@ class Tables:
 
 
 def assert_is(instance, table):
-    assert instance._table.digest == table.digest
-    assert instance._table.full_changes() == table.full_changes()
+    assert instance._table.now.digest == table.digest
+    assert instance._table.now.full_changes() == table.full_changes()
 
 
 def test_a_plan_for_another_table_is_refused_though_its_result_would_be_right(instances):
@@ -82,7 +82,7 @@ def test_a_full_plan_replaces_the_table_whatever_was_in_it(instances):
     tables = Tables()
     assert instances[0].begin(tables.plan(0, ROW_7, starts=[7])) is None
     plan = tables.plan(0, SECOND_ROW_8, starts=[8])
-    instances[0]._table.apply(TableChanges(rows=(RowChange(1, 9), RowChange(2, 3))))
+    instances[0]._table.now.apply(TableChanges(rows=(RowChange(1, 9), RowChange(2, 3))))
     assert isinstance(instances[0].begin(plan), Resync)
     assert instances[0].begin(full(plan, tables.tables[0])) is None
     assert_is(instances[0], tables.tables[0])

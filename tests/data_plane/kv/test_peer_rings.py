@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from data_plane.instance.page_transfers import PageTransfers
+from data_plane.instance.page_transfers import AppliedTable, PageTransfers
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from harness.transports.local_pages import local_peer_rings
@@ -77,27 +77,25 @@ def test_a_full_ring_has_no_place_and_has_room_again_when_pages_were_taken(mover
     assert taken(receiver) == [(1, 2, content(2).tolist())]
 
 
-class OneInstance(PageTransfers):
-    """An instance whose frame f holds content(f); it counts the pages that are read."""
+class OneInstance:
+    """Frames of which frame f holds content(f); it counts the pages that are read."""
 
     num_read = 0
 
-    def _read_page(self, frame):
+    def read(self, frame):
         self.num_read += 1
         return content(frame)
-
-    def _write_page(self, frame, num_tokens, payload, offset):
-        raise AssertionError("no page is sent to this instance")
 
 
 def test_a_page_is_read_only_when_there_is_a_place_for_it(movers):
     sender, _, receiver = movers
-    instance = OneInstance(0, 3, None, sender)
-    instance._table.apply(TableChanges(pages=(PageRun(5, 0, 3, 40),)))
+    frames, table = OneInstance(), AppliedTable(0, 3)
+    instance = PageTransfers(table, frames, [], (), sender)
+    table.now.apply(TableChanges(pages=(PageRun(5, 0, 3, 40),)))
     instance.send(Transfer(1, 5, 3 * 64, (TargetRun(0, 3, 2, 0),), source=0))
     for num_read, num_taken in ((2, 2), (3, 1), (3, 0)):
         instance.send_pages()
         instance.send_pages()
-        assert instance.num_read == num_read
+        assert frames.num_read == num_read
         assert len(taken(receiver)) == num_taken
     assert not instance.is_moving_pages

@@ -31,7 +31,7 @@ def built(tiny_checkpoint):
 
 
 def test_a_spare_with_a_seat_has_the_weights_of_a_new_process(built):
-    fresh, spare = (each._lanes[0].step._weights for each in built)
+    fresh, spare = (each._startup.lanes[0].step._weights for each in built)
     assert torch.equal(fresh.embedding, spare.embedding)
     torch.manual_seed(0)
     x_BX = torch.randn(3, fresh.embedding.shape[1])

@@ -413,21 +413,21 @@ class DecodeCluster:
                         whole = self._full_plans[index, needed.window]
                         assert instance.begin(whole) is None, "the full table was refused"
                     for _ in range(message.num_steps):
-                        instance.copy_arrived_pages()
-                        instance.send_pages()
+                        instance.pages.copy_arrived_pages()
+                        instance.pages.send_pages()
                         instance.run_step()
                 elif isinstance(message, Transfer) and message.source == index:
-                    instance.send(message)
+                    instance.pages.send(message)
                 elif isinstance(message, Transfer):
-                    instance.expect(message)
+                    instance.pages.expect(message)
                 elif isinstance(message, Fence):
-                    instance.fence(message.ticket)
+                    instance.pages.fence(message.ticket)
                 elif isinstance(message, Stow):
-                    instance.stow(message)
+                    instance.pages.stow(message)
                 elif isinstance(message, Fetch):
-                    instance.fetch(message)
-                instance.copy_arrived_pages()
-                instance.send_pages()
+                    instance.pages.fetch(message)
+                instance.pages.copy_arrived_pages()
+                instance.pages.send_pages()
                 polled = instance.poll()
                 if polled.events or polled.tokens:
                     self._outbox.put(polled)

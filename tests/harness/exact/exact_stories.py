@@ -43,7 +43,7 @@ class How(NamedTuple):
         """Play prompts, one list after another; returns all, and the cluster, ended."""
         with depth_of_states(self.depth), DecodeCluster(config, checkpoint) as cluster:
             played = [prompt for prompts in turns for prompt in cluster.run(prompts)]
-            pools = [instance._carry for instance in cluster.instances.values()]
+            pools = [instance._frames.states for instance in cluster.instances.values()]
             assert {pool.depth for pool in pools if pool is not None} <= {self.depth}
             return played, cluster
 

@@ -139,8 +139,8 @@ class HashCluster(HashPlay):
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
         instance.token_after, instance.draft_percent = self._token_after, self.draft_percent
-        if instance._carry is not None:
-            instance._carry.depth = self.depth
+        if instance._frames.states is not None:
+            instance._frames.states.depth = self.depth
         return Process(index, instance, ends.rings[0])
 
     def _token_after(self, row: Row) -> int:
@@ -355,14 +355,14 @@ class HashCluster(HashPlay):
         Transfers do not wait for the windows that were sent before them; some are still under way.
         """
         instance, posts = process.instance, process.posts
-        if instance.copier is not None:
+        if instance.pages.copier is not None:
             for _ in range(self.random.choice(self.copies)):
-                instance.copier.run_one()
+                instance.pages.copier.run_one()
         for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
             posts.popleft()()
-        instance.copy_arrived_pages()
+        instance.pages.copy_arrived_pages()
         if self.random.random() < 0.5:
-            instance.send_pages()
+            instance.pages.send_pages()
         self._take_polled(process)
 
     def _take_polled(self, process: Process) -> None:

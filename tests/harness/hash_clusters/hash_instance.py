@@ -21,6 +21,7 @@ import numpy as np
 from data_plane.graph.buckets import Bucket
 from data_plane.instance.interface import PageMover, PageSource, TermEnds, TermStart
 from data_plane.instance.lanes import Waiting, WindowLane, in_turns, run_waiting
+from data_plane.instance.page_transfers import state_page
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window, WindowEdge
 from data_plane.kv.page_copier import PageCopier
@@ -40,7 +41,7 @@ from harness.hash_clusters.hash_model import HashModel
 from harness.hash_clusters.hash_state_pool import HashStates
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable, home_table
-from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE, Transfer
 from nanocp.values.sampling import TokenLogprobs
 
 _position = attrgetter("position")
@@ -79,6 +80,35 @@ class _Input:
     hidden: int
 
 
+class HashFrames:
+    """The frames of one instance: entries of KV, and states."""
+
+    def __init__(self, config: Config, model: HashModel) -> None:
+        self.states = HashStates(config.cluster, model) if model.linear_layers else None
+        self._cluster = config.cluster
+        num_layers = model.num_layers + (config.scheduler.num_drafts > 0)
+        num_layers -= len(model.linear_layers)
+        self.kv = np.zeros((num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
+
+    def read(self, frame: int) -> np.ndarray:
+        """See PageFrames."""
+        if (state := state_page(self.states, self._cluster, frame)) is not None:
+            return state.copy().view(np.uint8)
+        return self.kv[:, frame].reshape(-1).copy().view(np.uint8)
+
+    def write(self, frame: int, num_tokens: int, payload: np.ndarray, offset: int) -> None:
+        """See PageFrames."""
+        if (state := state_page(self.states, self._cluster, frame)) is not None:
+            state[:] = payload.view(np.uint64)
+            return
+        kv, first = payload.view(np.uint64).reshape(-1, PAGE_SIZE), offset // 8 // PAGE_SIZE
+        self.kv[first : first + len(kv), frame] = kv
+
+    def make(self, transfer: Transfer) -> bool:
+        """All pages are sent."""
+        return False
+
+
 class HashInstance(WindowEdge):
     """An instance with a HashModel; instance.interface.Instance has the contract of each call."""
 
@@ -93,12 +123,10 @@ class HashInstance(WindowEdge):
     ) -> None:
         """new_ends: see WindowEdge."""
         ends = TermEnds(exchange, rings, moves)
-        super().__init__(config, ends, dict.fromkeys(Channel, 0), new_ends)
+        self._frames = frames = HashFrames(config, model)
+        super().__init__(config, ends, frames, dict.fromkeys(Channel, 0), new_ends)
         self.selected = ["hash model: no weights, no attention backend"]
         self._model = model
-        num_layers = model.num_layers + (config.scheduler.num_drafts > 0)
-        num_layers -= len(model.linear_layers)
-        self._carry = HashStates(config.cluster, model) if model.linear_layers else None
         self.token_after: Callable[[Row], int] = lambda row: 0
         """What the row samples after its drafts, which no instance knows: for drafts."""
         self.draft_percent = 60
@@ -107,12 +135,10 @@ class HashInstance(WindowEdge):
         """(request, output tokens, hidden value) of each first draft."""
         self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
         """By lane, in this term: epochs of the exchange."""
-        page_bytes = 8 * PAGE_SIZE * num_layers
-        slots = Slots.of(config.scheduler, config.kv_offload.file_dir, page_bytes)
-        if slots is not None:
-            self.copier = PageCopier(self._instance, slots, self._read_page, self._write_page)
+        page_bytes = 8 * PAGE_SIZE * len(frames.kv)
+        if (slots := Slots.of(config, page_bytes)) is not None:
+            self.pages.copier = PageCopier(self._instance, slots, frames.read, frames.write)
         self._scratch = config.cluster.num_frames
-        self._kv = np.zeros((num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
         self._row_bytes = row_bytes(region_layout(config))
         self.place_experts(home_table(hash_model.NUM_EXPERTS, config.cluster.num_instances))
 
@@ -257,12 +283,12 @@ class HashInstance(WindowEdge):
 
     def _linear_attention(self, layer: int, inputs: list[_Input]) -> None:
         """A row's state is at its MoE binding: no peer has part in it."""
-        assert self._carry is not None
+        assert self._frames.states is not None
         for each in inputs:
             if each.live:
                 frame = self._carry_frame(each.row.request_id)
                 record = hash_model.kv_entry(layer, each.position, each.hidden)
-                after = self._carry.step(frame, layer, each.position, record)
+                after = self._frames.states.step(frame, layer, each.position, record)
                 each.hidden = hash_model.after_attention(
                     each.hidden, hash_model.partial(each.hidden, after)
                 )
@@ -306,16 +332,16 @@ class HashInstance(WindowEdge):
         self._put(Channel.RES, lane, peer, epoch, len(requests))
 
     def _holder(self, each: _Input) -> int:
-        return self._table.holder(each.row.request_id, each.position // PAGE_SIZE)
+        return self._table.now.holder(each.row.request_id, each.position // PAGE_SIZE)
 
     def _attend(self, layer: int, request_id: int, position: int, query: int, appends: bool) -> int:
         """Append the new token's KV, then attend over the frames of this instance.
 
         appends: whether the KV is kept; else it goes to the scratch frame.
         """
-        frames = self._table.frames(request_id)
+        frames = self._table.now.frames(request_id)
         page, offset = divmod(position, PAGE_SIZE)
-        kv = self._kv[layer - sum(linear < layer for linear in self._model.linear_layers)]
+        kv = self._frames.kv[layer - sum(linear < layer for linear in self._model.linear_layers)]
         kv[frames[page] if appends else self._scratch, offset] = hash_model.kv_entry(
             layer, position, query
         )
@@ -331,7 +357,7 @@ class HashInstance(WindowEdge):
         Every instance sends to every peer, zero rows too (protocol.md, equal epochs).
         """
         hidden = [each.hidden for each in inputs]
-        sent: list[list[int]] = [[] for _ in range(self._num_instances)]
+        sent: list[list[int]] = [[] for _ in range(self._config.cluster.num_instances)]
         for index, each in enumerate(inputs):
             if each.live:
                 sent[self._experts.seats[hash_model.gate(hidden[index])]].append(index)
@@ -375,15 +401,3 @@ class HashInstance(WindowEdge):
         size = self._model.vocab_size
         token_id = hash_model.sample(hidden, row.params, row.output_ids, size)
         return token_id, hash_model.logprobs(hidden, token_id, row.params, size)
-
-    def _read_page(self, frame: int) -> np.ndarray:
-        if (carried := self._carried(frame)) is not None:
-            return carried.copy().view(np.uint8)
-        return self._kv[:, frame].reshape(-1).copy().view(np.uint8)
-
-    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray, offset: int) -> None:
-        if (carried := self._carried(frame)) is not None:
-            carried[:] = payload.view(np.uint64)
-            return
-        kv, first = payload.view(np.uint64).reshape(-1, PAGE_SIZE), offset // 8 // PAGE_SIZE
-        self._kv[first : first + len(kv), frame] = kv

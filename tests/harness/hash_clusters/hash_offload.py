@@ -46,7 +46,10 @@ class OffloadingCluster(HashCluster):
 
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         process = super()._start_process(index, ends)
-        slots, num_host = process.instance.copier.slots, self.config.scheduler.offload_host_pages
+        slots, num_host = (
+            process.instance.pages.copier.slots,
+            self.config.scheduler.offload_host_pages,
+        )
         read, write = slots.read, slots.write
 
         def fails(slot: int) -> bool:
@@ -100,7 +103,7 @@ class OffloadingCluster(HashCluster):
         """Compare every full page that the scheduler finds in memory with its KV."""
         num_host = self.config.scheduler.offload_host_pages
         for index, (host, _) in enumerate(self.scheduler.offload.tiers):
-            slots = self.processes[index].instance.copier.slots
+            slots = self.processes[index].instance.pages.copier.slots
             for key, slot in host.kept.items():
                 assert slot < num_host
                 if isinstance(key, bytes):
@@ -152,7 +155,7 @@ class CutCluster(LosingCluster):
 
     def _turn(self) -> None:
         if self.is_serving and self.cuts_left:
-            rings = self.processes[self.serving[0]].instance._moves._rings.values()
+            rings = self.processes[self.serving[0]].instance.pages.moves._rings.values()
             busy = [ring for ring in rings if len(ring)]
             if busy and self.random.random() < 0.2:
                 self._cut(self.random.choice(busy))
@@ -166,7 +169,7 @@ class CutCluster(LosingCluster):
         ring.is_cut = True
 
     def _of_slots(self, process: Process) -> Iterator[int]:
-        for ticket, each in process.instance._expected.items():
+        for ticket, each in process.instance.pages._expected.items():
             if each.transfer.source is None:
                 yield ticket
 

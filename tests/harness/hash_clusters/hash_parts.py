@@ -144,15 +144,15 @@ class Process:
         instance = self.instance
         match message:
             case ExpectPages(transfer):
-                self.posts.append(partial(instance.expect, transfer))
+                self.posts.append(partial(instance.pages.expect, transfer))
             case SendPages(transfer):
-                self.posts.append(partial(instance.send, transfer))
+                self.posts.append(partial(instance.pages.send, transfer))
             case Fetch():
-                self.posts.append(partial(instance.fetch, message))
+                self.posts.append(partial(instance.pages.fetch, message))
             case Stow():
-                self.posts.append(partial(instance.stow, message))
+                self.posts.append(partial(instance.pages.stow, message))
             case RefusePages(ticket):
-                self.posts.append(partial(instance.fence, ticket))
+                self.posts.append(partial(instance.pages.fence, ticket))
 
 
 def row_start(config: Config, story: Story) -> bytes:

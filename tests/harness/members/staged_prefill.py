@@ -8,7 +8,7 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from data_plane.instance.page_transfers import PageTransfers
+from data_plane.instance.page_transfers import AppliedTable, PageTransfers
 from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.token_streams import TokenStreams
@@ -64,12 +64,13 @@ class Receiver(PageTransfers):
         self.frames = FramePool(model.num_kept_layers, 20, model.attention.kv_width, torch.float32)
         self.frames.carry = new_carry(config, model, 1)
         segments = Segments(CLUSTER_ID, term=Term(term))
-        super().__init__(instance, 2, *page_ways(config, instance, segments, self.frames))
+        ways = page_ways(config, instance, segments, self.frames)
+        super().__init__(AppliedTable(instance, 2), self, [], *ways)
 
-    def _read_page(self, frame):
-        raise NotImplementedError
+    def make(self, transfer):
+        return False
 
-    def _write_page(self, frame, num_tokens, payload, offset):
+    def write(self, frame, num_tokens, payload, offset):
         if frame < 20:
             self.frames.write_payload(frame, num_tokens, payload, offset)
         else:
