@@ -130,7 +130,11 @@ class DecodeInstance(WindowEdge):
         super().__init__(config, startup.ends, frames, sent_bytes, startup.new_ends)
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
-        if (slots := Slots.of(config, startup.frames.page_bytes)) is not None:
+        if (
+            slots := Slots.of(
+                config.scheduler, config.kv_offload.file_dir, startup.frames.page_bytes
+            )
+        ) is not None:
             self.pages.copier = PageCopier(self._instance, slots, frames.view, frames.write)
             self.pages.copier.start()
         self._startup = startup

@@ -75,7 +75,7 @@ class TimedStages:
 
     def __init__(
         self,
-        build: Callable[[int, Segments], ModelStage],
+        build: Callable[[int, Segments], _Stage],
         num_stages: int,
         slowness: Sequence[float] | None = None,
     ) -> None:

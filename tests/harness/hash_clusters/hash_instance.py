@@ -136,7 +136,9 @@ class HashInstance(WindowEdge):
         self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
         """By lane, in this term: epochs of the exchange."""
         page_bytes = 8 * PAGE_SIZE * len(frames.kv)
-        if (slots := Slots.of(config, page_bytes)) is not None:
+        if (
+            slots := Slots.of(config.scheduler, config.kv_offload.file_dir, page_bytes)
+        ) is not None:
             self.pages.copier = PageCopier(self._instance, slots, frames.read, frames.write)
         self._scratch = config.cluster.num_frames
         self._row_bytes = row_bytes(region_layout(config))
