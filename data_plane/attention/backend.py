@@ -1,7 +1,4 @@
-"""Which attention this instance runs, chosen by name or `auto`, and why.
-
-Enters: a name of the configuration, the instance's device, dtypes and widths. Leaves: a backend and
-a sentence for the log, or a ValueError that names the obstacle. Does not know: how it computes.
+"""The choice of this instance's attention backend, by name or `auto`, with the reason.
 
 Legend: A attention rows, H heads, D width of a query, O width of a partial, W width of KV, F
 frames, P pages.
@@ -39,7 +36,7 @@ class AttentionSite:
     def of(
         cls, model: ModelConfig, device: torch.device, q_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionSite:
-        """Describe what a model's attention needs on a device."""
+        """Describe a model's attention on a device."""
         return cls(device, q_dtype, kv_dtype, model.attention)
 
 
@@ -48,9 +45,8 @@ def attention_backend(
 ) -> tuple[Attention, str]:
     """Choose a backend; return it, and a sentence that says which it is and why.
 
-    name: one of ATTENTION_BACKENDS (nanocp/config/data_plane.py refuses anything else). native: the
-    attention that comes with the CPU's compiled kernels; auto takes it if there is one. Raises
-    ValueError naming what the backend cannot do here.
+    name: one of ATTENTION_BACKENDS. native: the attention of the CPU's compiled kernels; auto takes
+    it if there is one. Raises ValueError naming the obstacle.
     """
     if name == "auto":
         return (native, "native, because the kernels are") if native is not None else _auto(site)
@@ -61,7 +57,7 @@ def attention_backend(
 
 
 def kv_layout(kind: AttentionKind) -> KvLayout:
-    """Say how torch's attention reads the KV of a kind."""
+    """Return the layout in which torch's attention reads the KV of a kind."""
     if isinstance(kind, GqaConfig):
         return KvHeads(kind.num_kv_heads, kind.head_dim)
     assert isinstance(kind, MlaConfig), kind
@@ -181,4 +177,4 @@ _OBSTACLES = {
     "flashmla": _flashmla_obstacle,
     "flash_attention": _flash_attention_obstacle,
 }
-"""For each backend, what says why it cannot run at a site; an empty string if it can."""
+"""Each backend's function that returns its obstacle at a site; an empty string if there is none."""

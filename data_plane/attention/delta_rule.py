@@ -1,10 +1,7 @@
-"""The gated delta rule: what a state says of queries, and what tokens make of a state.
+"""The gated delta rule of linear attention: a state's answer to a query, and its update by tokens.
 
-Enters: queries, keys, values, decays and betas, all fp32, and states. Leaves: outputs, states. Does
-not know: layers, rows, where a state lies.
-
-A token decays the state S, asks it for the token's key, and adds the correction u to what it says:
-S' = e^decay S; u = beta (v - S'k); S = S' + k u; its output is Sq (Yang et al., arXiv 2412.06464).
+A token decays the state S, asks it for the token's key, and adds the correction u: S' = e^decay S;
+u = beta (v - S'k); S = S' + k u; its output is Sq (Yang et al., arXiv 2412.06464). All is fp32.
 
 Legend: B rows, T tokens, J key heads, H value heads, K width of a key, V of a value, D decays of a
 head (1 or K).
@@ -16,9 +13,9 @@ import torch
 from torch import Tensor
 
 _HEAD_TOKENS = 64
-"""Tokens of a piece whose products are made at once, where a head decays as one."""
+"""Tokens of a piece whose products are made at once, where a head has one decay."""
 _CHANNEL_TOKENS = 16
-"""Tokens of a piece where each channel decays by itself: products take K times the memory."""
+"""Tokens of a piece where each channel has its decay: products take K times the memory."""
 
 
 def of_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -27,14 +24,14 @@ def of_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def add_token(state_BHKV: Tensor, decay_BHD: Tensor, key_BHK: Tensor, u_BHV: Tensor) -> Tensor:
-    """The states after one token more, of which the correction u is known."""
+    """Return the states after one more token with the known correction u."""
     return state_BHKV * decay_BHD.exp()[..., None] + key_BHK[..., None] * u_BHV[..., None, :]
 
 
 def correction(
     state_BHKV: Tensor, decay_BHD: Tensor, key_BHK: Tensor, value_BHV: Tensor, beta_BH: Tensor
 ) -> Tensor:
-    """u [B, H, V]: what a token corrects of the states before it."""
+    """Return u [B, H, V], a token's correction of the states before it."""
     decayed_key = key_BHK * decay_BHD.exp()
     said_BHV = (state_BHKV * decayed_key[..., None]).sum(dim=-2)
     return (value_BHV - said_BHV) * beta_BH[..., None]
@@ -43,7 +40,7 @@ def correction(
 def token_output(
     state_BHKV: Tensor, decay_BHD: Tensor, q_BHK: Tensor, key_BHK: Tensor, u_BHV: Tensor
 ) -> Tensor:
-    """[B, H, V]: what the state after a token says of its query; state_BHKV is the one before."""
+    """Return [B, H, V], the query's output after a token; state_BHKV is the state before."""
     decayed_q = q_BHK * decay_BHD.exp()
     own_BH1 = (q_BHK * key_BHK).sum(dim=-1, keepdim=True)
     return (state_BHKV * decayed_q[..., None]).sum(dim=-2) + own_BH1 * u_BHV
@@ -98,7 +95,7 @@ def _piece(
 
 
 def _products(a_HTK: Tensor, b_HTK: Tensor, until_HTD: Tensor) -> Tensor:
-    """[H, T, T]: token j's b decayed until token i, times a of i; only j <= i is of use."""
+    """Return [H, T, T]: token j's b decayed until token i, times a of i; only j <= i is of use."""
     between = (until_HTD[:, :, None] - until_HTD[:, None]).clamp(max=0.0).exp()
     if until_HTD.shape[-1] == 1:
         return (a_HTK @ b_HTK.transpose(1, 2)) * between[..., 0]

@@ -1,12 +1,8 @@
 """FlashAttention 3's decode over paged K/V heads as an attention backend.
 
-Enters: queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse)
-by our conventions. Does not know: how it computes.
-
-tests/harness/gpu_stand_ins/published_packages.py keeps its public signature, with the source. It
-differs from ours in three ways. It takes keys and values apart, which are two views of a frame. The
-lse is [A, H, 1], and that of a row without KV is not said. It reads no length on the host, so a
-call can be captured in a graph.
+tests/harness/gpu_stand_ins/published_packages.py keeps its public signature, with the source.
+Unlike ours: keys and values come apart, as two views of a frame; the lse is [A, H, 1], undefined
+for a row without KV; the host reads no length, so a call can be captured.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class FlashAttentionHeads(Attention):
-    """The attention backend `flash_attention`; see paged.Attention."""
+    """The attention backend `flash_attention`."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, package: Any = None) -> None:
         """package: flash_attn_interface; a test passes a stand-in."""
@@ -32,11 +28,10 @@ class FlashAttentionHeads(Attention):
     def plan(
         self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Plan a step: its page table, lengths, and which rows [A, 1] are empty.
+        """Return the page table, the lengths, and the flags of empty rows [A, 1].
 
-        Entries after a row's pages become 0. The kernel loads several pages at once, and nothing
-        promises that it looks up only those that have tokens. A row is empty by its length, not by
-        its lse: an overflow must not pass for an empty row.
+        Entries after a row's pages become 0, since the kernel may look up pages without tokens.
+        Lengths decide which rows are empty: an overflow of the lse must not pass for one.
         """
         page_P = torch.arange(frame_AP.shape[1], device=frame_AP.device)
         frame_AP = frame_AP.masked_fill(page_P * PAGE_SIZE >= length_A[:, None], 0)

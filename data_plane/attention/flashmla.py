@@ -1,13 +1,10 @@
 """FlashMLA's dense decode kernel as an attention backend.
 
-Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
-(partial_o, lse) by our conventions. Does not know: how it computes.
-
-tests/harness/gpu_stand_ins/published_packages.py keeps the public signatures of two packages that
-have the module flash_mla: FlashMLA built from source, and the wheel sgl-flash-mla. Both differ from
-ours in three ways. A row without KV gives lse +inf, and the lse is [A, H, 1]. The first call with
-an empty FlashMLASchedMeta makes the schedule, on the device. So each plan holds a fresh one: where
-the plan is captured in a graph, every replay makes the schedule again, from the new lengths.
+tests/harness/gpu_stand_ins/published_packages.py keeps the public signatures of both packages with
+the module flash_mla: FlashMLA from source, and the wheel sgl-flash-mla. Unlike ours: a row without
+KV gives lse +inf; the lse is [A, H, 1]; the first call with an empty FlashMLASchedMeta makes the
+schedule, on the device. So each plan holds a fresh one, and a graph's replay makes it again from
+new lengths.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ class FlashMlaPlan:
     frame_AP: Tensor
     length_A: Tensor
     is_empty_A1: Tensor
-    """Rows are empty by their length, not by their lse: an overflow must not pass for one."""
+    """Lengths decide which rows are empty: an overflow of the lse must not pass for one."""
     schedule: Any
 
 
 class FlashMla(Attention):
-    """The attention backend `flashmla`; see paged.Attention."""
+    """The attention backend `flashmla`."""
 
     def __init__(self, rank: int, package: Any = None) -> None:
         """rank: kv_lora_rank. package: flash_mla; a test passes a stand-in."""
@@ -46,7 +43,7 @@ class FlashMla(Attention):
         self._decode = partial(decode, use_legacy=True) if is_wheel else decode
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> FlashMlaPlan:
-        """Plan a step, as paged.Attention.plan says: its page table and an empty schedule."""
+        """Return the page table and an empty schedule."""
         schedule, _ = self._package.get_mla_metadata()
         return FlashMlaPlan(frame_AP, length_A, length_A[:, None] == 0, schedule)
 

@@ -1,11 +1,8 @@
-"""Latent KV in FP8: what one token is in bytes, and how it is made and read.
+"""Latent KV in FP8: the bytes of a token, packed and unpacked.
 
-Enters: latent KV as floats. Leaves: bytes, and typed views of them for kernels. Does not know:
-frames, attention.
-
-The layout is that of FlashMLA's FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at
-512 + 64), so that FlashMLA's kernels can read it too. A token is R values in e4m3, NUM_SCALES fp32
-scales, each for R / NUM_SCALES values, then the rotated key in bf16.
+The layout is that of FlashMLA's FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at 512 +
+64), for its kernels. A token is R values in e4m3, NUM_SCALES fp32 scales, each for R / NUM_SCALES
+values, then the rotated key in bf16.
 
 Legend: R kv_lora_rank, P rope, W bytes of a token.
 """
@@ -24,7 +21,7 @@ _FP8_MAX = torch.finfo(_FP8).max
 def quantise(kv: Tensor, rank: int) -> Tensor:
     """Pack latent KV [..., R + P] of any float dtype into [..., W] uint8.
 
-    Each group of values is scaled so that its largest becomes e4m3's largest.
+    Each group's largest value becomes e4m3's largest.
     """
     grouped = kv[..., :rank].float().reshape(*kv.shape[:-1], NUM_SCALES, -1)
     # The bound keeps a group of zeros from dividing by 0; its scale may be anything.

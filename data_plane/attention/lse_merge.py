@@ -1,8 +1,6 @@
 """LSE merge: partial attention outputs of one row over several instances, combined exactly.
 
-Enters: partials with their log-sum-exp (natural log, fp32; an empty one is (0, -inf)). Leaves: the
-output and its lse. Does not know: where partials come from. (The paper's section 5.1, phase 4.)
-
+A log-sum-exp is natural, fp32; an empty partial is (0, -inf). (The paper's section 5.1, phase 4.)
 Legend: Q partials, B rows, H heads, V width.
 """
 

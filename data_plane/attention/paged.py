@@ -1,7 +1,4 @@
-"""What every paged attention of an instance does, whatever computes it.
-
-Enters: queries, a layer's frames, the frames of each row. Leaves: the contract that `backend` picks
-by. Does not know: kernels, devices.
+"""The interface of paged attention on an instance, for every backend.
 
 Legend: A attention rows, H heads, D width of a query, O width of a partial, W width of KV, F
 frames, S = 64, P pages.
@@ -18,12 +15,12 @@ class Attention(Protocol):
     """Paged attention over the frames of one instance: plan once a step, run in every layer."""
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> Any:
-        """Prepare what `run` needs of a step's page table; it holds until frames or lengths change.
+        """Prepare a step's page table for `run`; it holds until frames or lengths change.
 
-        frame_AP: [A, P] int32, the frames of each row in the order of its pages, all full but the
-        last; entries after them are not read. length_A: [A] int32, the row's tokens on this
-        instance. Both are on the device of the frames. num_queries: so many rows, next to each
-        other, have the same frames; a backend may read them once for all (A is a multiple of it).
+        frame_AP: [A, P] int32, the frames of each row by page, all full but the last; later entries
+        are not read. length_A: [A] int32, the row's tokens on this instance. Both are on the
+        frames' device. num_queries: adjacent rows with the same frames, which a backend may read
+        once (A is a multiple).
         """
 
     def run(
@@ -31,8 +28,7 @@ class Attention(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Attend to a layer's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32).
 
-        q_AHD: queries. pool_FSW: the layer's frames; uint8 [F, 64, bytes of a token] in
-        FP8. scale: factor of the scores. lse is a natural log; a row of no tokens gives (0, -inf).
-        needs_lse: False: nobody merges this output, so the lse of a row of no tokens may be
-        anything.
+        pool_FSW: the layer's frames; uint8 [F, 64, bytes of a token] in FP8. scale: factor of the
+        scores. lse is a natural log; a row of no tokens gives (0, -inf). needs_lse False: nobody
+        merges this output, so the lse of a row of no tokens may be anything.
         """

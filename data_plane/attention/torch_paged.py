@@ -1,9 +1,5 @@
 """Paged attention in plain torch: the fast path of the CPU.
 
-Enters: queries, a layer's frames, a plan of which frames each row reads. Leaves:
-(partial_o, lse) of each row: lse is a natural log in fp32, and a row that reads nothing gives
-(0, -inf). Does not know: routes, other instances.
-
 Legend: A attention rows, H heads, D width of a query, O width of a partial, F frames, S = 64, T
 tokens, W width of KV. Latent KV: W = D, O = R (kv_lora_rank), and the first R of W are the values.
 K/V heads: G of them, D = O = E (the width of a head), W = 2GE, keys first.
@@ -25,32 +21,32 @@ from data_plane.attention.paged import Attention
 from nanocp.values.plan import PAGE_SIZE
 
 _MIN_RUN_PAGES = 8
-"""Least run of adjacent frames that is read in place; shorter runs of a row are gathered."""
+"""Least run of adjacent frames that is read in place; shorter runs are gathered."""
 _MAX_GATHERED_PAGES = 32
-"""Most frames gathered at a time: it bounds the copy, whatever the length of the row."""
+"""Most frames gathered at a time, which bounds the copy."""
 _MAX_PIECE_TOKENS = 2048
-"""Tokens whose keys and values a chunk reads at a time: it bounds memory at any length."""
+"""Most tokens whose keys and values are read at a time, which bounds memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of one row that one kernel call reads, in place or from gathered frames."""
+    """Tokens of one row for one kernel call, read in place or from gathered frames."""
 
     num_tokens: int
     begin: int
-    """The first slot (frame * 64 + offset) of a piece that is read in place."""
+    """The first slot (frame * 64 + offset) of a piece read in place."""
     frames: Tensor | None = None
-    """[pages] int64, gathered: the piece is their first tokens. None: it is read in place."""
+    """[pages] int64, gathered: the piece is their first tokens. None: read in place."""
 
 
 class AttentionPlan:
-    """Which frames the rows of a step read: made once a step, used by every layer."""
+    """The frames that a step's rows read: made once a step, used by every layer."""
 
     def __init__(self, frames: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Cut the rows of a step into pieces.
 
-        frames[a]: the frames of row a in the order of its pages, all full but the last. lengths[a]:
-        the row's tokens on this instance.
+        frames[a]: the frames of row a by page, all full but the last. lengths[a]: its tokens on
+        this instance.
         """
         assert all(
             PAGE_SIZE * (len(row) - 1) < length <= PAGE_SIZE * len(row) or (not row and not length)
@@ -60,7 +56,7 @@ class AttentionPlan:
         # Several rows of one page are worth one batched call; a lone one is read in place.
         single = single if len(single) > 1 else []
         self.single_rows = torch.tensor(single, dtype=torch.int64)
-        """Rows that read one page each: gathered, padded to 64 tokens and computed together."""
+        """Rows of one page each: gathered, padded to 64 tokens and computed together."""
         self.single_frames = torch.tensor([frames[row][0] for row in single], dtype=torch.int64)
         single_lengths = torch.tensor([lengths[row] for row in single], dtype=torch.int64)
         self.single_mask = torch.zeros(len(single), 1, 1, PAGE_SIZE).masked_fill_(
@@ -71,11 +67,11 @@ class AttentionPlan:
             for row, row_frames in enumerate(frames)
             if row_frames and not (single and len(row_frames) == 1)
         }
-        """Row -> its pieces, for every other row that reads something."""
+        """Row -> its pieces, for every other row with KV."""
 
 
 class KvLayout(Protocol):
-    """How a token's KV is read by queries."""
+    """The layout of a token's KV for queries."""
 
     @property
     def out_width(self) -> int:
@@ -98,13 +94,12 @@ class KvLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatentKv(KvLayout):
-    """Latent KV, which all heads share: each is a key, and its first `rank` columns a value."""
+    """Latent KV, shared by all heads: a token is a key, and its first `rank` columns a value."""
 
     rank: int
 
     @property
     def out_width(self) -> int:
-        """Width of a head's partial output."""
         return self.rank
 
     def attend(
@@ -112,7 +107,7 @@ class LatentKv(KvLayout):
     ) -> tuple[Tensor, Tensor]:
         """Attend with the heads of a row as the kernel's queries.
 
-        The kernel wants values as wide as keys: the columns after R are computed and dropped.
+        Values must be as wide as keys, so the columns after R are computed and dropped.
         """
         kv = kv_ATW[:, None]
         out, lse = _flash(q_AHD[:, None], kv, kv, scale, mask)
@@ -125,14 +120,13 @@ class LatentKv(KvLayout):
 
 @dataclass(frozen=True, slots=True)
 class KvHeads(KvLayout):
-    """K/V heads, each shared by as many query heads: keys of all of them, then values."""
+    """K/V heads, each shared by several query heads: all keys, then values."""
 
     num_kv_heads: int
     head_dim: int
 
     @property
     def out_width(self) -> int:
-        """Width of a head's partial output."""
         return self.head_dim
 
     def attend(
@@ -159,13 +153,12 @@ class KvHeads(KvLayout):
 
 
 class TorchPaged(Attention):
-    """The attention backend `torch`; see paged.Attention."""
+    """The attention backend `torch`."""
 
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> AttentionPlan:
-        """Plan a step, as paged.Attention.plan says: its rows cut into pieces."""
         frame, lengths = frame_AP.numpy(), length_A.tolist()
         return AttentionPlan(
             [frame[row, : -(-n // PAGE_SIZE)].tolist() for row, n in enumerate(lengths)], lengths
@@ -215,7 +208,7 @@ def causal_attention(
     """Attend with the last T tokens of a sequence to all of it, each to none after it: [T, H, O].
 
     kv_UW: KV of the whole sequence. heads_of: shows each head its keys [H, U, D] and values [H, U,
-    O] of a piece of it. Pieces are merged by their lse; those before the T tokens need no mask.
+    O] of a piece. Pieces are merged by their lse; only those of the T tokens need a mask.
     """
     begin = len(kv_UW) - len(q_THD)
     q_HTD, out_width, partials = q_THD.transpose(0, 1), 0, []
@@ -236,7 +229,7 @@ def causal_attention(
 
 
 def _of_width(x: Tensor, width: int) -> Tensor:
-    """The kernel wants queries, keys and values of one width. Padding is a copy."""
+    """Pad to the width that the kernel wants of queries, keys and values alike; a copy."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -279,7 +272,7 @@ def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
 
 
 def _runs(frames: Sequence[int]) -> list[tuple[int, int]]:
-    """Find the runs of adjacent ascending frames: (first frame, number of frames) of each."""
+    """Return the runs of adjacent ascending frames: (first frame, number of frames) of each."""
     runs: list[tuple[int, int]] = []
     for frame in frames:
         if runs and sum(runs[-1]) == frame:

@@ -1,11 +1,7 @@
 """Attention over K/V heads in Triton: the heads of a group read each page of their K/V head once.
 
-Enters: queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse)
-of each row: lse is a natural log in fp32, and a row that reads nothing gives (0, -inf). Does not
-know: routes, other instances, the host. triton_split.py cuts the work.
-
-Legend: A attention rows, H query heads, G K/V heads, E width of a head, W = 2GE (keys of all K/V
-heads, then values), F frames, S = 64.
+triton_split.py cuts the work. Legend: A attention rows, H query heads, G K/V heads, E width of a
+head, W = 2GE (keys of all K/V heads, then values), F frames, S = 64.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
 def _tile_heads(
     shift, GROUPS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Find a tile's (K/V head, heads of all queries, query of each, which exist); shift is 0."""
+    """Return a tile's (K/V head, heads of all queries, query of each, which exist); shift is 0."""
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_H - 1) // BLOCK_H
     tile = tl.program_id(0) + shift
     inner = (tile % TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -61,7 +57,7 @@ def decode_heads_kernel(
 
     num_heads: of all QUERIES of a row, the first one's before the second's. Operands of products
     have the dtype of the queries and KV; sums are fp32. The frame after a row's last token is read
-    too (it holds finite numbers: FramePool), and weighs nothing.
+    too, with weight 0: its numbers are finite (FramePool).
     """
     WIDTH: tl.constexpr = 2 * GROUPS * HEAD_DIM
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
@@ -103,12 +99,12 @@ def decode_heads_kernel(
 
 
 class TritonHeads(Attention):
-    """The attention backend `triton` for K/V heads; see paged.Attention."""
+    """The attention backend `triton` for K/V heads."""
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, num_heads: int, num_parts: int | None = None
     ) -> None:
-        """head_dim: a power of two from 16 on. num_parts: None for what fills the GPU."""
+        """head_dim: a power of two from 16 on. num_parts: None for as many as fill the GPU."""
         self._num_kv_heads, self._head_dim, self._num_heads = num_kv_heads, head_dim, num_heads
         if num_parts is None:
             tiles = self._num_tiles(TILES_16_BIT, 1)
@@ -121,7 +117,6 @@ class TritonHeads(Attention):
         return int(self._num_kv_heads * triton.cdiv(group, tiles.block_heads))
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> TritonPlan:
-        """Plan a step on the device, as paged.Attention.plan says; the host reads nothing."""
         return plan_parts(frame_AP, length_A, num_queries, self._num_parts)
 
     def run(

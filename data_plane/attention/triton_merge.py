@@ -1,10 +1,6 @@
 """LSE merge in Triton: any number of partials of a row, in one pass over them.
 
-Enters: partials on the GPU, each with its log-sum-exp (natural log, fp32; an empty one is (0,
--inf)). Leaves: the output and its lse; only empty partials merge to (0, -inf). Does not know: where
-partials come from.
-
-Legend: Q partials, B rows, H heads, V width.
+The slow reference is lse_merge.py. Legend: Q partials, B rows, H heads, V width.
 """
 
 from __future__ import annotations
@@ -40,8 +36,8 @@ def merge_kernel(
 ):
     """Program (row, head): merge the partials of one head of one row.
 
-    IS_SPLIT: partials are the pieces that a decode kernel left, as many as row_parts says; a row in
-    one piece is left alone. Else partial q of row b is number q * rows + b.
+    IS_SPLIT: partials are a decode kernel's pieces, counted by row_parts; a row in one piece is
+    left alone. Else partial q of row b is number q * rows + b.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
@@ -76,7 +72,7 @@ def merge_kernel(
 
 
 def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partials on a GPU, as lse_merge says: (output [B, H, V], lse [B, H]), both fp32."""
+    """Merge partials on a GPU, as lse_merge does: (output [B, H, V], lse [B, H]), both fp32."""
     num_partials, num_rows, num_heads, width = partial_QBHV.shape
     out_BHV = partial_QBHV.new_empty((num_rows, num_heads, width), dtype=torch.float32)
     lse_BH = lse_QBH.new_empty((num_rows, num_heads))
@@ -97,9 +93,9 @@ def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tenso
 def merge_splits(
     split_SHV: Tensor, lse_SH: Tensor, row_parts_A2: Tensor, out_AHV: Tensor, lse_AH: Tensor
 ) -> None:
-    """Write the rows of out and lse that a decode kernel left in several pieces, or in none.
+    """Write the rows of out and lse that have several pieces, or none.
 
-    split [S, H, V] and lse [S, H] fp32: the pieces. row_parts [A, 2] int32: see TritonPlan.
+    split [S, H, V] and lse [S, H] fp32: the pieces. row_parts [A, 2] int32: as of TritonPlan.
     """
     num_rows, num_heads, width = out_AHV.shape
     merge_kernel[(num_rows, num_heads)](

@@ -1,10 +1,7 @@
 """MLA decode in Triton: all heads of a tile read each page of latent KV once.
 
-Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
-(partial_o, lse) of each row: lse is a natural log in fp32, and a row that reads nothing gives
-(0, -inf). Does not know: routes, other instances, the host. triton_split.py cuts the work.
-
-Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, S = 64.
+triton_split.py cuts the work. Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank,
+F frames, S = 64.
 """
 
 from __future__ import annotations
@@ -42,8 +39,8 @@ TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
 def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
     """Compute the tile's heads once more (lo is below hi here), where a piece is stored.
 
-    Else the compiler keeps three dozen registers of them through the loop over the tokens, and
-    spills there (docs/log.md).
+    Else the compiler keeps them in three dozen registers through the loop, and spills
+    (docs/log.md).
     """
     return (tl.program_id(0) + tl.minimum(hi - lo, 0)) * BLOCK_H + tl.arange(0, BLOCK_H)
 
@@ -55,8 +52,8 @@ def _load_values(
 ):  # fmt: skip
     """Load the values of a block of tokens in the dtype of products, [BLOCK_T, RANK].
 
-    A value in e4m3 is multiplied by its group's scale in fp32, and rounded once. So a block takes
-    no more products than in 16 bits, and none waits for another to be scaled.
+    A value in e4m3 is multiplied by its group's scale in fp32 and rounded once, so products are as
+    many as in 16 bits.
     """
     token, column, group = tl.arange(0, BLOCK_T), tl.arange(0, RANK), tl.arange(0, SCALES)
     values = tl.load(value_ptr + first * STRIDE + token[:, None] * STRIDE + column[None, :])
@@ -78,11 +75,11 @@ def decode_kernel(
     """Program (head tile, part): attend to the part's pages with one tile of heads.
 
     num_heads: of all QUERIES of a row, the first one's before the second's. Head tiles of a part
-    run side by side, so the second reads its KV from the L2 cache. Operands of products have the
-    dtype of the queries; sums are fp32. The frame after a row's last token is read too (it holds
-    finite numbers: FramePool), and weighs nothing. value_ptr, scale_ptr, k_rope_ptr: views of the
-    same frames, with STRIDE values or ROPE_STRIDE numbers of a key from token to token. In e4m3 a
-    token has SCALES scales (fp8_latent.py); in the queries' dtype scale_ptr is not read.
+    run side by side, so the second finds its KV in the L2 cache. Operands of products have the
+    queries' dtype; sums are fp32. The frame after a row's last token is read too, with weight 0:
+    its numbers are finite (FramePool). value_ptr, scale_ptr, k_rope_ptr: views of the same frames,
+    with STRIDE values or ROPE_STRIDE numbers of a key from token to token. In e4m3 a token has
+    SCALES scales (fp8_latent.py); else scale_ptr is not read.
     """
     DOT: tl.constexpr = q_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
@@ -124,12 +121,12 @@ def decode_kernel(
 
 
 class TritonMla(Attention):
-    """The attention backend `triton`; see paged.Attention."""
+    """The attention backend `triton` for latent KV."""
 
     def __init__(
         self, rank: int, rope_dim: int, num_heads: int, num_parts: int | None = None
     ) -> None:
-        """rank, rope_dim: widths of the latent KV. num_parts: None for what fills the GPU."""
+        """rank, rope_dim: widths of the latent KV. num_parts: None for as many as fill the GPU."""
         self._rank, self._rope_dim, self._num_heads = rank, rope_dim, num_heads
         if num_parts is None:
             num_parts = torch.cuda.get_device_properties().multi_processor_count // triton.cdiv(
@@ -138,7 +135,6 @@ class TritonMla(Attention):
         self._num_parts = max(num_parts, 1)
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> TritonPlan:
-        """Plan a step on the device, as paged.Attention.plan says; the host reads nothing."""
         return plan_parts(frame_AP, length_A, num_queries, self._num_parts)
 
     def run(

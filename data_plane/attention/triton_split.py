@@ -1,16 +1,10 @@
-"""Split-KV on a GPU: a step's KV is cut into equal parts, and what a part leaves of a row.
+"""Split-KV on a GPU: a step's KV is cut into equal parts, whose pieces of a row are merged.
 
-Enters: the lengths of a step's rows, on the device. Leaves: the parts, and what the decode kernels
-of triton_mla.py and triton_gqa.py have in common. Does not know: what a token's KV is.
-
-A kernel that reads the lengths (`plan_parts`) cuts a step's work into equal parts, so a captured
-step stays right for any lengths. Part p works from (row, page) begin[p] to begin[p + 1]. A row that
-lies in one part is written as it is. The pieces of any other row go to slots, and the merge kernel
-adds them up: the first piece to slot 2p + 1 of its part p, the others to slot 2p of theirs. So a
-part never needs more than two slots.
-
-A row may have several queries: those of its next token and of drafts behind it. Then they count as
-more heads of one row, and each reads as many tokens as its own length says.
+A kernel reads the lengths and cuts the work (`plan_parts`), so a captured step suits any lengths.
+Part p works from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once. Of
+other rows, a part p stores a first piece in slot 2p + 1 and any other in slot 2p, for the merge
+kernel. Several queries of a row (its next token and drafts) count as more heads, each with its own
+length.
 
 Legend: A queries (attention rows), R rows, each of as many queries, P pages, N parts.
 """
@@ -27,12 +21,12 @@ from nanocp.values.plan import PAGE_SIZE
 
 LOG2_E = 1.4426950408889634
 _ROW_COST_PAGES = 5
-"""Fixed cost of a row, in pages: its query, its output, the loop's start. FlashMLA's constant."""
+"""Fixed cost of a row, in pages: its query, output and loop start. FlashMLA's constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the decode kernel is cut for one dtype."""
+    """The cut of the decode kernel for one dtype."""
 
     block_heads: int
     """Heads of a tile; the matrix units of Hopper (wgmma) take at least 64."""
@@ -43,22 +37,21 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The page table of one step, and how its work is cut, on the device; used by every layer."""
+    """A step's page table and the cut of its work, on the device; used by every layer."""
 
     num_queries: int
-    """Queries of a row."""
     frame_RP: Tensor
     length_A: Tensor
     length_R: Tensor
-    """[R] int32: the length of the row's query that reads most."""
+    """[R] int32: the longest length among the row's queries."""
     begin_N2: Tensor
-    """[N + 1, 2] int32: (row, page) where each part begins."""
+    """[N + 1, 2] int32: (row, page) at which each part begins."""
     row_parts_R2: Tensor
     """[R, 2] int32: (first part, parts) of each row."""
 
 
 def plan_parts(frame_AP: Tensor, length_A: Tensor, num_queries: int, num_parts: int) -> TritonPlan:
-    """Cut a step into parts on the device, as paged.Attention.plan says."""
+    """Cut a step into parts on the device."""
     length_R = length_A if num_queries == 1 else length_A.view(-1, num_queries).amax(dim=1)
     num_rows = len(length_R)
     begin = length_A.new_empty((num_parts + 1, 2))
@@ -89,8 +82,8 @@ def plan_kernel(
 ):
     """Program p of num_parts + 1: write begin[p] = (row, page).
 
-    Program 0 also writes (first part, parts) of every row. The rows lie side by side on a line,
-    each ROW_COST + its pages long, and the line is cut evenly.
+    Program 0 also writes (first part, parts) of every row. Each row is ROW_COST + its pages long,
+    and the line of rows is cut evenly.
     """
     part = tl.program_id(0)
     row = tl.arange(0, BLOCK_A)
@@ -123,7 +116,7 @@ def store_piece(
 ):  # fmt: skip
     """Write columns of a piece: to the output if it is the whole row, else to the piece's slot.
 
-    A query that reads nothing of the piece leaves (0, -inf).
+    A query without tokens in the piece leaves (0, -inf).
     """
     total = tl.where(total == 0.0, 1.0, total)
     out = acc * (1.0 / total)[:, None]
@@ -144,7 +137,7 @@ def store_piece(
 
 @triton.jit
 def part_bounds(begin_ptr, part):
-    """Read a part's (begin row, begin page, end row, end page, row after its last one)."""
+    """Return a part's (begin row, begin page, end row, end page, row after its last one)."""
     begin_row, begin_page = tl.load(begin_ptr + 2 * part), tl.load(begin_ptr + 2 * part + 1)
     end_row, end_page = tl.load(begin_ptr + 2 * part + 2), tl.load(begin_ptr + 2 * part + 3)
     return begin_row, begin_page, end_row, end_page, end_row + tl.where(end_page > 0, 1, 0)
@@ -152,7 +145,7 @@ def part_bounds(begin_ptr, part):
 
 @triton.jit
 def row_pages(row, pages, begin_row, begin_page, end_row, end_page):
-    """Find the pages of a row that a part reads: (first, end)."""
+    """Return the pages of a row that a part reads: (first, end)."""
     lo = tl.where(row == begin_row, begin_page, 0)
     hi = tl.where(row == end_row, end_page, pages)
     return lo, hi
@@ -160,7 +153,7 @@ def row_pages(row, pages, begin_row, begin_page, end_row, end_page):
 
 @triton.jit
 def tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES: tl.constexpr):
-    """How many tokens a tile's heads read: one number, or [BLOCK_H, 1] if a row has more queries.
+    """Return the lengths of a tile's heads: one number, or [BLOCK_H, 1] if a row has more queries.
 
     query [BLOCK_H]: the query of each head.
     """
@@ -175,7 +168,7 @@ def tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES: tl.cons
 def weigh(score, is_token, scale_log2, maximum, total):
     """Turn a block's scores into (weights, factor for the sums so far, new maximum, new total).
 
-    is_token: which tokens a head reads, [1 or BLOCK_H, BLOCK_T].
+    is_token: marks the tokens of a head, [1 or BLOCK_H, BLOCK_T].
     """
     score = tl.where(is_token, score * scale_log2, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(score, 1))
@@ -188,5 +181,5 @@ def weigh(score, is_token, scale_log2, maximum, total):
 
 @triton.jit
 def load_queries(base, column, is_head):
-    """Load columns of a tile of heads from where their queries begin, base [BLOCK_H, 1]."""
+    """Load columns of a tile of heads; their queries begin at base [BLOCK_H, 1]."""
     return tl.load(base + column[None, :], mask=is_head[:, None], other=0.0)

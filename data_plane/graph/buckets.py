@@ -1,8 +1,4 @@
-"""Buckets: the batch shapes that steps are captured for.
-
-Enters: the bounds. Leaves: the nearest bucket that holds a step's shape. Does not know: tensors,
-graphs. (The paper's section 5.2, Algorithm 2.)
-"""
+"""Buckets: the batch shapes of captured steps. (The paper's section 5.2, Algorithm 2.)"""
 
 from __future__ import annotations
 
@@ -14,19 +10,16 @@ from itertools import product
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A captured shape.
-
-    The CP degree of a request never changes it: a received row is one attention row at any degree.
-    """
+    """A captured shape; CP degrees do not change it, as a received row is one attention row."""
 
     num_rows: int
-    """Rows of this instance, with padding."""
+    """This instance's rows, with padding."""
     num_received: int
     """Received attention rows, with padding."""
     width: int = 1
-    """Step rows of a row, which read the same pages: one, and one for each of its drafts."""
+    """Step rows of a row, which read the same pages: one, and one for each draft."""
     has_links: bool = True
-    """False: no row is sent or received, so that attention asks nothing of peers."""
+    """False: no row is sent or received, so attention awaits no peer."""
 
 
 class BucketTable:
@@ -42,11 +35,11 @@ class BucketTable:
     ) -> None:
         """Make the buckets for up to `max_rows` step rows and `max_attention_rows` received ones.
 
-        row_buckets: the numbers of rows, ascending to max_rows; empty: powers of two. widths: for
-        which there are buckets; a window of another one runs in those of width 1. num_instances:
-        of the cluster, if steps without links are captured apart; 0: every bucket has links. Raises
-        ValueError if row_buckets does not end at max_rows. A bucket of no rows is always added, so
-        that an instance without rows takes part in a step without computing padding.
+        row_buckets: numbers of rows, ascending to max_rows; empty: powers of two. widths: those
+        with buckets of their own; other windows run in width 1. num_instances: of the cluster, if
+        steps without links are captured apart; 0: every bucket has links. A bucket of no rows is
+        always there, so an idle instance computes no padding. Raises ValueError if row_buckets does
+        not end at max_rows.
         """
         self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
         """Step rows of the buckets of width 1."""
@@ -61,10 +54,7 @@ class BucketTable:
         }
 
     def all(self) -> list[Bucket]:
-        """Every bucket, widest and largest first.
-
-        The first capture sizes the memory pool that the others share.
-        """
+        """Return every bucket, largest first: the first capture sizes the shared memory pool."""
         return sorted(
             (
                 bucket
@@ -87,10 +77,10 @@ class BucketTable:
     def lookup(
         self, num_rows: int, num_received: int, width: int = 1, has_links: bool = True
     ) -> Bucket:
-        """The smallest bucket that holds the shape.
+        """Return the smallest bucket that holds the shape.
 
-        has_links: whether rows are sent or received. The scheduler never plans beyond the bounds,
-        so a larger shape fails an assertion.
+        has_links: rows are sent or received. A shape beyond the bounds, which is never planned,
+        fails an assertion.
         """
         width = width if width in self._sizes else 1
         rows, received = self._sizes[width]
@@ -108,5 +98,5 @@ def _whole_rows(sizes: Sequence[int], width: int) -> list[int]:
 
 
 def powers_of_two(high: int) -> tuple[int, ...]:
-    """1, 2, 4, ... below `high`, and `high`."""
+    """Return 1, 2, 4, ... below `high`, and `high`."""
     return (*(1 << power for power in range((high - 1).bit_length())), high)

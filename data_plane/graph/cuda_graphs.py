@@ -1,8 +1,6 @@
 """Steps captured as CUDA graphs: one memory pool and one stream for all graphs of an instance.
 
-Enters: a function that runs a step over a context. Leaves: replays, and what they cost in memory.
-Does not know: what a step computes, buckets. Two graphs of one pool must not run at the same time;
-graphs of several instances may, each instance on its own stream. (The paper's section 5.2,
+Two graphs of a pool never run at once; those of several instances may. (The paper's section 5.2,
 Algorithm 2.)
 """
 
@@ -19,39 +17,37 @@ Run = Callable[[GpuContext], None]
 
 
 class StepWithDrafts:
-    """What runs a step over one context, and the drafting behind it."""
+    """A step over one context, and the drafting behind it."""
 
     __slots__ = ("_pool", "_step", "draft_on_device")
 
     def __init__(self, pool: GpuPool, step: Callable[[], None], turn: Callable[[], None]) -> None:
         self._pool, self._step = pool, step
         self.draft_on_device = turn
-        """Runs a turn that the device sets up from the step before; see step/triton_turns.py."""
+        """Runs a turn that the device sets up from the step before (step/triton_turns.py)."""
 
     def __call__(self) -> None:
-        """Run the step."""
         self._step()
 
     def draft_phases(self) -> Iterator[None]:
-        """Run a turn that the host has set up. It has no parts: the host takes no part in it."""
+        """Run a turn that the host has set up, as one part."""
         self._pool.start(by_host=True)
         self.draft_on_device()
         return iter(())
 
 
 class CudaGraphs:
-    """The captured steps of one instance; see engine.Capture.
+    """The captured steps of one instance; an engine.Capture.
 
-    Steps of several lanes are one graph in which the lanes fork and join. Each has a stream of its
-    own, so one computes while a wait of the other one spins. A wait is a kernel of one block: no
-    kernel of a lane may need all of the GPU at once to go on. A window of one lane has graphs of
-    its own, without the other streams.
+    Steps of several lanes (micro-batches) are one graph in which the lanes fork and join. Each has
+    its stream, so one computes while the other's wait, a kernel of one block, spins. No kernel of a
+    lane may need the whole GPU. A window of one lane has its own graphs.
     """
 
     def __init__(
         self, pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
     ) -> None:
-        """pool, run: those of lane 0. beside: those of the other lanes. draft: runs the MTP layer.
+        """pool, run: of lane 0. beside: of the other lanes. draft: runs the MTP layer.
 
         Only steps of one lane draft, in buckets of windows with drafts.
         """
@@ -64,13 +60,13 @@ class CudaGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self.num_graphs = 0
         self.num_bytes = 0
-        """Bytes of device memory that the captures took, with the driver's share."""
+        """Device memory of the captures in bytes, with the driver's share."""
 
     def __call__(self, *contexts: GpuContext) -> Callable[[], None]:
-        """Run the step once, then capture it; returns what replays it.
+        """Run the step once, then capture it; returns its replay.
 
-        contexts: one for each lane that runs, lane 0 first. The first run compiles and loads all
-        that the step needs. What it awaits must come: every peer must run it too, if there is one.
+        contexts: one for each running lane, lane 0 first. The first run compiles and loads the
+        kernels; every peer must run it too.
         """
         self.warm(lambda: self._run(contexts))
         step = self.capture(*contexts)
@@ -81,19 +77,19 @@ class CudaGraphs:
         return StepWithDrafts(self._lanes[0][0], step, self._captured(turn, ()))
 
     def warm(self, step: Callable[[], None]) -> None:
-        """Run a step on the stream of the captures and wait for it."""
+        """Run a step on the captures' stream and wait for it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             step()
         self._stream.synchronize()
 
     def capture(self, *contexts: GpuContext) -> Callable[[], None]:
-        """Capture a step that has run before; returns what replays it. contexts: see __call__."""
+        """Capture a step that has run before; returns its replay. contexts: as of __call__."""
         pools = [pool for pool, _ in self._lanes[: len(contexts)]]
         return self._captured(lambda: self._run(contexts), pools)
 
     def _captured(self, run: Callable[[], None], pools: Sequence[GpuPool]) -> Callable[[], None]:
-        """What replays the launches of `run`; pools: those whose start goes before."""
+        """Return the replay of `run`, behind the start of these pools."""
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -115,7 +111,7 @@ class CudaGraphs:
         return replay
 
     def _run(self, contexts: Sequence[GpuContext]) -> None:
-        """Launch a step of each lane; the stream that is launched on waits for all of them."""
+        """Launch a step of each lane; the current stream waits for all."""
         side_streams = self._side_streams[: len(contexts) - 1]
         for stream in side_streams:
             stream.wait_stream(self._stream)
@@ -136,7 +132,7 @@ class CudaGraphs:
 def eager(
     pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
 ) -> Callable[..., Callable[[], None]]:
-    """An engine.Capture that captures nothing: each step is launched kernel by kernel.
+    """Return an engine.Capture that captures nothing and launches each step kernel by kernel.
 
     Lanes run one after the other, in the same order on every instance.
     """

@@ -1,9 +1,7 @@
 """The graph engine: prepare a step for every bucket ahead of time, then stage, look up, replay.
 
-Enters: a function that captures a step over a context. Leaves: replays. Does not know: what a step
-computes. On the CPU (pool_cpu.py) a captured step is a prepared callable; staging, contexts and
-lookup are the same as on a GPU (pool_gpu.py, cuda_graphs.py). (The paper's section 5.2,
-Algorithm 2.)
+On the CPU (pool_cpu.py) a captured step is a prepared callable; the rest is as on a GPU
+(pool_gpu.py, cuda_graphs.py). (The paper's section 5.2, Algorithm 2.)
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.pool_cpu import RowState, StepTables
 
 Capture = Callable[[Any], Callable[[], None]]
-"""A function of a pool's context that returns what runs the step on it."""
+"""A function from a pool's context to a call that runs the step on it."""
 
 
 class Pool(Protocol):
-    """The tables and row state that the captured steps of all buckets share."""
+    """Tables and row state for the captured steps of all buckets."""
 
     @property
     def staging(self) -> Sequence[StepTables]:
@@ -27,16 +25,16 @@ class Pool(Protocol):
 
     @property
     def rows(self) -> RowState:
-        """The rows' state that the next step starts from, for the host to fill."""
+        """The rows' state before the next step, for the host to fill."""
 
     def context(self, bucket: Bucket) -> Any:
-        """The slice of the pool that the bucket's captured step reads and writes."""
+        """Return the pool's slice for the bucket's captured step."""
 
     def upload(self, parity: int) -> None:
-        """Start copying the staged tables of this parity, which the host has filled."""
+        """Start copying the staged tables of this parity."""
 
     def adopt(self, parity: int) -> None:
-        """Make the staged tables of this parity the ones that the next step reads."""
+        """Make the staged tables of this parity the next step's."""
 
 
 class GraphEngine:
@@ -55,11 +53,11 @@ class GraphEngine:
 
     @property
     def rows(self) -> RowState:
-        """The rows' state that the next step starts from, for the host to fill."""
+        """The rows' state before the next step, for the host to fill."""
         return self._pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Capture every bucket, largest first; returns the number of buckets.
+        """Capture every bucket, largest first; returns their number.
 
         `progress(done, total)` is called after each.
         """
@@ -70,17 +68,17 @@ class GraphEngine:
         return len(buckets)
 
     def stage(self, window: int, width: int = 1) -> StepTables:
-        """The staging tables of this window, to be filled before its first `replay`.
+        """Return the staging tables of this window, to be filled before its first `replay`.
 
-        width: step rows of each of its rows, next to each other, which have the same pages.
-        There are two copies, by parity: the window before may still run from the other one.
+        width: step rows of each of its rows, side by side, with the same pages. Tables alternate by
+        parity: the window before may still read the other ones.
         """
         self._window, self._width = window, width
         self._is_staged = True
         return self._pool.staging[window & 1]
 
     def staged(self) -> None:
-        """Report that the tables which `stage` returned are filled in."""
+        """Report that the tables of `stage` are filled."""
         self._pool.upload(self._window & 1)
 
     def replay(self) -> None:
@@ -88,9 +86,9 @@ class GraphEngine:
         self.next_step()()
 
     def next_step(self) -> Callable[[], None]:
-        """What `capture` returned for the next step's bucket.
+        """Return the captured call of the next step's bucket.
 
-        At a window's first step, the staged tables are copied into the live ones.
+        A window's first step copies the staged tables into the live ones.
         """
         if self._is_staged:
             self.adopt()
@@ -99,7 +97,7 @@ class GraphEngine:
         return self._step
 
     def adopt(self) -> None:
-        """Copy the staged tables into the live ones and look up their bucket, if there are any."""
+        """Make staged tables live and look up their bucket, if there are any."""
         if self._is_staged:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)
@@ -114,8 +112,7 @@ class GraphEngine:
 class PairedEngine:
     """The captured steps of two lanes, each a step of both.
 
-    Both lanes run in the smallest bucket that holds either of them, so there are as many graphs as
-    for one lane.
+    Both lanes run in the smallest bucket for either, so there are as many graphs as for one.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class PairedEngine:
         buckets: BucketTable,
         capture: Callable[[Bucket], Callable[[], None]],
     ) -> None:
-        """lanes: what stages each lane, in these buckets. capture: both lanes, in one bucket."""
+        """lanes: the stages of each lane, in these buckets. capture: captures both in a bucket."""
         self._lanes = lanes
         self._buckets = buckets
         self._capture = capture
@@ -139,7 +136,7 @@ class PairedEngine:
         return len(buckets)
 
     def replay(self) -> None:
-        """Run one step of both lanes. Each was staged for this window by its own engine."""
+        """Run one step of both lanes, each staged by its own engine."""
         for lane in self._lanes:
             lane.adopt()
         bucket = Bucket(

@@ -1,9 +1,7 @@
 """The pool on the CPU: routing tables and row state, allocated once by the bounds.
 
-Enters: the bounds. Leaves: two staging copies for the host to fill, one live copy for the steps to
-read, and for each bucket a context, which is a prefix of the pool. Does not know: requests, plans,
-the model. The payload pool (Q, RES) is the exchange's regions, by the same bounds. (The paper's
-section 5.2.)
+Two staging copies for the host, one live copy for the steps; a bucket's context is a prefix of the
+live one. The payload pool (Q, RES) is the exchange's regions. (The paper's section 5.2.)
 
 Legend: B rows, A received attention rows, N instances, L links, P pages.
 """
@@ -23,10 +21,7 @@ from nanocp.values.table_changes import PageRun
 
 @dataclass(frozen=True, slots=True)
 class LocalPages:
-    """The pages of attention rows that are in this instance's frames, ascending by page.
-
-    Pages of coming tokens are among them.
-    """
+    """The pages of attention rows in this instance's frames, ascending; some are of coming tokens."""
 
     num_pages: np.ndarray
     """[rows] int32: pages of each row; 0 for padding."""
@@ -37,7 +32,7 @@ class LocalPages:
 
     @classmethod
     def empty(cls, num_rows: int, max_pages: int) -> LocalPages:
-        """Tables of `num_rows` rows, none of which has a page."""
+        """Return tables of `num_rows` rows without pages."""
         shape = (num_rows, max_pages)
         return cls(
             num_pages=np.zeros(num_rows, np.int32),
@@ -46,7 +41,7 @@ class LocalPages:
         )
 
     def prefix(self, num_rows: int) -> LocalPages:
-        """The first rows, as views."""
+        """Return views of the first rows."""
         return LocalPages(
             num_pages=self.num_pages[:num_rows],
             page=self.page[:num_rows],
@@ -54,7 +49,7 @@ class LocalPages:
         )
 
     def fill(self, row: int, runs: Sequence[PageRun]) -> None:
-        """Set the pages of a row from its runs, which ascend.
+        """Set the pages of a row from its ascending runs.
 
         Pages of coming tokens may be among them: a step reads only up to its position.
         """
@@ -66,7 +61,7 @@ class LocalPages:
         self.num_pages[row] = end
 
     def copy_from(self, other: LocalPages, num_rows: int) -> None:
-        """Copy the first rows, with only the columns that some row uses."""
+        """Copy the first rows, with only the used columns."""
         self.num_pages[:] = other.num_pages
         width = int(other.num_pages[:num_rows].max(initial=0))
         self.page[:num_rows, :width] = other.page[:num_rows, :width]
@@ -75,36 +70,33 @@ class LocalPages:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What a window fixes: shapes, routes and pages.
-
-    The host writes them; every step of the window reads them.
-    """
+    """The shapes, routes and pages of a window: the host writes them, its steps read them."""
 
     num_rows: np.ndarray
     """[1] int32: number of rows without padding."""
     send_row: np.ndarray
-    """Q-route, [N, L] int32: for each peer and slot, the row that is sent."""
+    """Q-route, [N, L] int32: the row that goes to each peer by each slot."""
     num_sent: np.ndarray
     """[N] int32: number of links to each peer."""
     num_received: np.ndarray
     """Res-route, [N] int32: number of links from each peer.
 
-    The number of a received row is the number of links from lower peers, plus its slot.
+    A received row's number is the links from lower peers, plus its slot.
     """
     tail_page: np.ndarray
-    """[B] int32: the page that the row's first append of the window goes to."""
+    """[B] int32: the page of the row's first append in the window."""
     tail_holder: np.ndarray
     """[B, 2] int32: the holders of tail_page and of the page after it."""
     carry_frame: np.ndarray
-    """[B] int32: where the row's state of linear attention layers lies; 0 without such layers."""
+    """[B] int32: the row's recurrent state frame; 0 without linear attention layers."""
     own: LocalPages
-    """Pages of this instance's rows, B of them."""
+    """Pages of this instance's B rows."""
     received: LocalPages
-    """Pages of the received attention rows, A of them."""
+    """Pages of the A received attention rows."""
 
     @classmethod
     def empty(cls, cluster: ClusterConfig) -> StepTables:
-        """Tables of the cluster's bounds, without any row."""
+        """Return tables of the cluster's bounds, without rows."""
         bounds, peers = cluster.bounds, cluster.num_instances
         max_pages = min(-(-cluster.max_model_len // PAGE_SIZE), cluster.num_frames)
         return cls(
@@ -120,7 +112,7 @@ class StepTables:
         )
 
     def copy_from(self, other: StepTables) -> None:
-        """Copy all tables; of the pages only those that count."""
+        """Copy all tables, but only used pages."""
         for field in fields(self):
             value = getattr(other, field.name)
             if isinstance(value, np.ndarray):
@@ -131,7 +123,7 @@ class StepTables:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What every step advances, with one entry for each row."""
+    """The state of each row that every step advances."""
 
     token: np.ndarray
     """[B] int64: input token of the next step."""
@@ -141,7 +133,7 @@ class RowState:
     """[B] bool: False for rows that stopped and for padding."""
 
     def prefix(self, num_rows: int) -> RowState:
-        """The first rows, as views."""
+        """Return views of the first rows."""
         return RowState(
             token=self.token[:num_rows],
             position=self.position[:num_rows],
@@ -151,7 +143,7 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The prefix of the pool that one bucket's captured step reads and writes."""
+    """The prefix of the pool for one bucket's captured step."""
 
     bucket: Bucket
     tables: StepTables
@@ -160,7 +152,7 @@ class StepContext:
 
 
 class ContextPool:
-    """The pool of an instance on the CPU: one for all buckets. See engine.Pool."""
+    """The pool of an instance on the CPU: one for all buckets; an engine.Pool."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         max_rows = cluster.bounds.max_rows
@@ -173,14 +165,14 @@ class ContextPool:
         )
 
     def upload(self, parity: int) -> None:
-        """Do nothing: the tables are already where the steps run. See engine.Pool."""
+        """Do nothing: the tables are in place already."""
 
     def adopt(self, parity: int) -> None:
-        """Copy the staged tables of this parity over the live ones. See engine.Pool."""
+        """Copy the staged tables of this parity over the live ones."""
         self.tables.copy_from(self.staging[parity])
 
     def context(self, bucket: Bucket) -> StepContext:
-        """The bucket's slice of the pool. All contexts overlap, so only one step runs at a time."""
+        """Return the bucket's slice of the pool. Slices overlap, so only one step runs at a time."""
         live = self.tables
         tables = StepTables(
             num_rows=live.num_rows,

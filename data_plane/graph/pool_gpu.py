@@ -1,13 +1,9 @@
 """The pool on a GPU: tables and row state on the device, sliced by bucket as in pool_cpu.py.
 
-Enters: the bounds, a device, and what the host fills in. Leaves: contexts of tensors that keep
-their addresses, and the kernels at a step's head that bring them up to date. Does not know:
-requests, plans, the model. (The paper's section 5.2.)
-
-The host fills pinned memory. `upload` copies a window's tables to staging memory on the device, on
-a stream of its own, while the window before still runs. The window's first replay copies them over
-the live tables, by a kernel that is captured with the step. What a step starts from is one copy
-before it: tokens, positions, live flags, and whether there are staged tables.
+The host fills pinned memory. `upload` copies a window's tables to the device on a stream of its
+own, while the window before runs; a captured kernel of the window's first replay makes them live.
+Tokens, positions, live flags and the choice of staged tables are one copy before it. (The paper's
+section 5.2.)
 
 Legend: B rows, A received attention rows, N instances, L links, P pages.
 """
@@ -34,7 +30,7 @@ _NOTHING_STAGED = -1
 
 @dataclass(frozen=True, slots=True)
 class GpuPages:
-    """The pages of attention rows that are in this instance's frames; see pool_cpu.LocalPages."""
+    """The pages of attention rows in this instance's frames (pool_cpu.LocalPages)."""
 
     num_pages: Tensor
     """[rows] int32."""
@@ -44,7 +40,7 @@ class GpuPages:
     """[rows, P] int32."""
 
     def on_host(self) -> LocalPages:
-        """Arrays over the same memory, which must be the host's."""
+        """Return arrays over the same memory, which must be the host's."""
         return LocalPages(
             num_pages=self.num_pages.numpy(), page=self.page.numpy(), frame=self.frame.numpy()
         )
@@ -52,7 +48,7 @@ class GpuPages:
 
 @dataclass(frozen=True, slots=True)
 class GpuContext:
-    """The prefix of the pool that one bucket's captured step reads; see pool_cpu.StepContext."""
+    """The prefix of the pool for one bucket's captured step (pool_cpu.StepContext)."""
 
     bucket: Bucket
     num_sent: Tensor
@@ -60,7 +56,7 @@ class GpuContext:
     num_received: Tensor
     """[N] int32: number of links from each peer."""
     send_row: Tensor
-    """[N, L] int32: for each peer and slot, the row that is sent."""
+    """[N, L] int32: the row that goes to each peer by each slot."""
     own: GpuPages
     """Pages of this instance's rows."""
     received: GpuPages
@@ -72,18 +68,18 @@ class GpuContext:
     live: Tensor
     """[B] bool: False for rows that stopped and for padding."""
     carry_frame: Tensor
-    """[B] int32: see pool_cpu.StepTables."""
+    """[B] int32: StepTables.carry_frame."""
     by_host: Tensor
-    """[1] int64: not 0 if these three are for a turn of drafting, and the host set them up."""
+    """[1] int64: not 0 if the host set these three up for a turn of drafting."""
 
     @property
     def has_links(self) -> bool:
-        """False: no row is sent or received; what a step launches for that is left out."""
+        """False: no row is sent or received, and the step launches nothing for that."""
         return self.bucket.has_links and len(self.num_sent) > 1
 
 
 class _Start(NamedTuple):
-    """What a step starts from, as views of one run of bytes."""
+    """The state before a step, as views of one run of bytes."""
 
     parity: Tensor
     """[1] int64: the staged tables to adopt first; negative: none."""
@@ -111,7 +107,7 @@ class _Start(NamedTuple):
 
 
 class _Words:
-    """The place of each table in a run of int32 words, the same on host and device."""
+    """The place of each table in a run of int32 words, equal on host and device."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         bounds, self.peers = cluster.bounds, cluster.num_instances
@@ -132,7 +128,7 @@ class _Words:
         self.total = self.frames + self.attention_rows * self.max_pages
 
     def pages(self, words: Tensor, first_row: int, num_rows: int) -> GpuPages:
-        """Pages of `num_rows` attention rows from `first_row` on; own rows come before received."""
+        """Return pages of `num_rows` attention rows from `first_row` on; own rows come first."""
         page, frame = (
             words[begin:][: self.attention_rows * self.max_pages].view(-1, self.max_pages)[
                 first_row:
@@ -144,11 +140,11 @@ class _Words:
         )
 
     def routes(self, words: Tensor) -> Tensor:
-        """send_row, [N, L]."""
+        """Return send_row, [N, L]."""
         return words[self.send_row :][: self.peers * self.links].view(self.peers, self.links)
 
     def on_host(self, cluster: ClusterConfig, host: Tensor) -> StepTables:
-        """Tables over the host's words, for the host to fill."""
+        """Return tables over the host's words, for the host to fill."""
         empty = StepTables.empty(cluster)
         return StepTables(
             num_rows=host[:1].numpy(),
@@ -165,9 +161,9 @@ class _Words:
 
 
 class GpuPool:
-    """The pool of an instance on a GPU: one for all buckets. See engine.Pool.
+    """The pool of an instance on a GPU: one for all buckets; an engine.Pool.
 
-    `staging` and `rows` are host memory, as in pool_cpu.ContextPool.
+    `staging` and `rows` are host memory.
     """
 
     def __init__(self, cluster: ClusterConfig, device: torch.device, scratch_slot: int) -> None:
@@ -195,11 +191,11 @@ class GpuPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that the pool takes."""
+        """Bytes of the pool's device memory."""
         return self._staged.nbytes + self._live.nbytes + self._device_start.nbytes
 
     def context(self, bucket: Bucket) -> GpuContext:
-        """The bucket's slice of the pool. All contexts overlap, so only one step runs at a time."""
+        """Return the bucket's slice of the pool. Slices overlap, so only one step runs at a time."""
         words, live, num_rows = self._words, self._live, bucket.num_rows
         start = _Start.views(self._device_start, words.rows)
         return GpuContext(
@@ -217,9 +213,9 @@ class GpuPool:
         )
 
     def upload(self, parity: int) -> None:
-        """Begin to copy what the host filled into the staged tables of this parity.
+        """Begin to copy the host's tables into the staged ones of this parity.
 
-        The steps that read what this overwrites must have ended: those of the last window but one.
+        The steps of the last window but one, which read these, must have ended.
         """
         words, host, staged = self._words, self._host[parity], self._staged[parity]
         with torch.cuda.stream(self._uploads):
@@ -234,15 +230,15 @@ class GpuPool:
                 self._uploaded.record()
 
     def adopt(self, parity: int) -> None:
-        """Let the next step begin by taking over the staged tables of this parity."""
+        """Let the next step adopt the staged tables of this parity."""
         if self._uploaded is not None:
             self._uploaded.wait(torch.cuda.current_stream(self.device))
         self._to_adopt = parity
 
     def start(self, by_host: bool = False) -> None:
-        """Copy to the device what the next step starts from; the step before must have ended.
+        """Copy the next step's start to the device; the step before must have ended.
 
-        by_host: see GpuContext.
+        by_host: as of GpuContext.
         """
         self._by_host[0] = by_host
         self._parity[0] = self._to_adopt
@@ -250,7 +246,7 @@ class GpuPool:
         self._device_start.copy_(self._start, non_blocking=True)
 
     def run_adopt(self) -> None:
-        """Launch the kernel at a step's head that copies staged tables over the live ones."""
+        """Launch the kernel that copies staged tables over the live ones."""
         words = self._words
         adopt_kernel[(max(triton.cdiv(words.small, _ADOPT_BLOCK), words.attention_rows),)](
             _Start.views(self._device_start, words.rows).parity,
@@ -267,10 +263,10 @@ class GpuPool:
     def run_locate(
         self, pages: GpuPages, position: Tensor, live: Tensor, error: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Launch the kernel that finds where rows append and how much they read.
+        """Launch the kernel that finds the rows' append slots and lengths.
 
         error: the exchange's error word; once it is set, every row appends to the scratch frame.
-        Returns (slots [rows] int64, lengths [rows] int32), on the device; see frame_pool.LocalStep.
+        Returns (slots [rows] int64, lengths [rows] int32), on the device (frame_pool.LocalStep).
         """
         num_rows = len(pages.num_pages)
         slots = torch.empty(num_rows, dtype=torch.int64, device=self.device)

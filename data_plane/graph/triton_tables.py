@@ -1,7 +1,4 @@
-"""A captured step's tables in Triton: take over the staged ones, find where rows read and append.
-
-Enters: tables and row state on the device. Leaves: live tables, slots, lengths, routes by row. Does
-not know: requests, layers, the host.
+"""A captured step's tables in Triton: adopt the staged ones, find the rows' slots and lengths.
 
 Legend: B rows, A attention rows, N instances, L links, P pages.
 """
@@ -27,9 +24,9 @@ def adopt_kernel(
     """Copy the staged tables of a parity over the live ones; nothing if the parity is negative.
 
     staged_ptr [2, table_words], live_ptr [table_words] int32. The first small_words words are
-    copied whole; num_rows of them, from first_pages on, are the number of pages of each attention
-    row. After them come max_pages pages for each row, then max_pages frames for each row, of which
-    only what counts is copied. Program p copies a block of the first words, and row p.
+    copied whole; num_rows of them, from first_pages on, are the page counts of attention rows. Then
+    come max_pages pages, and then max_pages frames, for each row, of which only the used ones are
+    copied. Program p copies a block of the first words, and row p.
     """
     program = tl.program_id(0)
     parity = tl.load(parity_ptr)
@@ -74,12 +71,12 @@ def locate_kernel(
     NUM_HALVINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the slot that each row's new token goes to, and the row's local length with it.
+    """Find the slot of each row's new token, and the row's local length with it.
 
     Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep.
-    The pages of a row ascend, so the first one that is not below the tail page is found by halving.
-    Once the exchange's error word is set every row appends to the scratch slot: behind a wait that
-    failed, positions are those of an earlier step, whose KV is committed.
+    Pages of a row ascend, so its tail page is found by halving. Once the exchange's error word is
+    set every row appends to the scratch slot: after a failed wait, positions are those of an
+    earlier step with committed KV.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
@@ -111,10 +108,10 @@ def locate_kernel(
 def route_kernel(
     count_ptr, row_ptr, slot_ptr, num_rows, num_links, BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr
 ):
-    """Find the slot of each row among those that are sent to each instance.
+    """Find the slot of each row among those for each instance.
 
-    count_ptr [N]: number of rows that are sent. row_ptr [N, L]: the row in each slot. Program n
-    writes slot_ptr [N, B] int32 for instance n, -1 for a row that is not sent to it.
+    count_ptr [N]: number of rows to send. row_ptr [N, L]: the row in each slot. Program n writes
+    slot_ptr [N, B] int32 for instance n, -1 for a row that is not sent to it.
     """
     target = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)

@@ -1,9 +1,6 @@
-"""Rows in FP8 on a GPU, with a scale for each 128 columns, as DeepGEMM takes them.
+"""Rows in FP8 on a GPU, with a scale for each 128 columns, in DeepGEMM's layout.
 
-Enters: rows. Leaves: values in e4m3, scales in fp32. Does not know: products. The slow reference is
-deep_gemm._quantise.
-
-Legend: B rows, X columns.
+The slow reference is deep_gemm._quantise. Legend: B rows, X columns.
 """
 
 from __future__ import annotations
@@ -16,17 +13,17 @@ from torch import Tensor
 BLOCK = 128
 """Columns of a row that share a scale, and rows and columns of a weight."""
 _BLOCKS, _NUM_WARPS = 8, 4
-"""Blocks of a row's columns that one program rounds, and its warps."""
+"""Blocks of a row's columns in one program, and its warps."""
 LEAST_SCALE = tl.constexpr(1e-10)
 _TMA_SCALES = 4
-"""Scales of 16 bytes: TMA takes tensors whose rows are multiples of that."""
+"""TMA takes rows of whole 16 bytes: multiples of this number of scales."""
 
 
 @triton.jit
 def divided(x, LEAST: tl.constexpr):
     """Divide blocks of numbers [blocks, columns] by their scales: (quotients, scales [blocks]).
 
-    The largest of a block becomes e4m3's largest. LEAST: of a scale, so that none is 0.
+    A block's largest number becomes e4m3's largest. LEAST: of a scale, never 0.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), 448.0), LEAST)
     return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), scale
@@ -38,7 +35,7 @@ def quantise_kernel(
 ):  # fmt: skip
     """Program (row, p): round BLOCKS blocks of a row's columns to e4m3, from p * BLOCKS on.
 
-    scale_ptr [num_blocks, scale_rows]: the scale of each block of each row.
+    scale_ptr: [num_blocks, scale_rows].
     """
     row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     is_block = block < num_blocks
@@ -51,14 +48,14 @@ def quantise_kernel(
 
 
 def padded_scales(num_rows: int) -> int:
-    """Count the scales of so many rows that lie side by side in memory, with padding."""
+    """Count the scales that lie side by side in memory for these rows, with padding."""
     return -(-num_rows // _TMA_SCALES) * _TMA_SCALES
 
 
 def quantised_rows(x_BX: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows in one launch, as deep_gemm._quantise does: (values [B, X], scales [B, X / 128]).
 
-    Scales lie column by column, as TMA takes them, so DeepGEMM does not lay them out anew.
+    Scales lie column by column, as TMA takes them, so DeepGEMM does not move them.
     """
     x_BX = x_BX.contiguous()
     num_rows, num_blocks = len(x_BX), x_BX.shape[1] // BLOCK

@@ -1,10 +1,7 @@
-"""Residual sums, root mean square norms and gated products of rows on a GPU, in one launch each.
+"""Residual sums, root mean square norms and gated products on a GPU, in one launch each.
 
-Enters: rows, what is added to them, a norm's weight. Leaves: the sums, and the sums normed. Does
-not know: where in a layer it stands. The slow references are model/norm.py and
-model/layers.gated_mlp.
-
-Legend: B rows, X hidden size, V vocabulary, I width of an MLP.
+The slow references are model/norm.py and model/layers.gated_mlp. Legend: B rows, X hidden size, V
+vocabulary, I width of an MLP.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ _BLOCK_I = 1024
 def store_normed(x, weight_ptr, normed_ptr, column, inside, row, width, eps):
     """Write a row normed. x: fp32 [BLOCK_X], zeros outside, with the precision of the rows.
 
-    As norm.rms_norm does, a row is rounded before it meets a weight, but not before one in fp32.
+    As in norm.rms_norm, a row is rounded before it meets a weight that is not fp32.
     """
     kind = normed_ptr.dtype.element_ty
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
@@ -37,10 +34,10 @@ def norm_kernel(
     HAS_ROWS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_SECOND: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Program b: add what is added to row b, write the sum, and write it normed.
+    """Program b: add up to two tensors to row b; write the sum, and the sum normed.
 
-    HAS_ROWS: row b is row row_ptr[b] of x, int64, as of a table of embeddings. A row that nothing
-    is added to, and that is row b itself, is not written again.
+    HAS_ROWS: row b is row row_ptr[b] (int64) of x, such as a table of embeddings. An unchanged row
+    is not written again.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_X)
@@ -69,7 +66,7 @@ def add_norm(
     first_BX: Tensor | None = None,
     second_BX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add up to two tensors to rows: (the sums, the sums normed); x_BX itself if nothing is."""
+    """Add up to two tensors to rows: (the sums, the sums normed); without any, x_BX itself."""
     return _launch(x_BX, None, (first_BX, second_BX), weight_X, eps)
 
 
@@ -105,7 +102,7 @@ def _launch(
 
 @triton.jit
 def gated_product(gate, up):
-    """Multiply in fp32: silu(gate) * up."""
+    """Return silu(gate) * up, computed in fp32."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -123,7 +120,7 @@ def gated_kernel(gate_up_ptr, out_ptr, width, BLOCK_I: tl.constexpr):
 
 
 def gated(gate_up_BY: Tensor) -> Tensor:
-    """Multiply the halves of rows [gate, up]: silu(gate) * up, [B, I]."""
+    """Return silu(gate) * up of rows [gate, up]: [B, I]."""
     num_rows, width = gate_up_BY.shape[0], gate_up_BY.shape[1] // 2
     out = gate_up_BY.new_empty(num_rows, width)
     if num_rows:

@@ -1,13 +1,9 @@
-"""The states of one instance's rows in linear attention layers, private to the instance.
+"""Recurrent states of one instance's rows in linear attention layers, private to the instance.
 
-Enters: rows of a step with their state frames; the tokens of prompts. Leaves: heads' outputs;
-states as bytes. Does not know: requests, tickets, which row has which frame.
-
-KV is written by position, so a step that is abandoned and run again does no harm. A state that
-already has a token cannot take it again. So it is folded late (protocol.md, late fold): beside the
-state lie, by position, the newest tokens' records (decay, key, correction) and the last inputs of
-the convolution. A step folds only records that `depth` newer tokens have followed, and counts them
-for each head. On a GPU kv/triton_carry.py runs the steps.
+A state that has a token cannot take it again, yet an abandoned step runs again. So a state is
+folded late (protocol.md, late fold): beside it lie, by position, the newest tokens' records (decay,
+key, correction) and the convolution's last inputs. A step folds only records that `depth` newer
+tokens have followed. On a GPU kv/triton_carry.py runs the steps.
 
 Legend: B rows, T tokens, H value heads, K width of a key, V of a value, C channels, L layers.
 """
@@ -39,8 +35,7 @@ class CarryRows(NamedTuple):
     """The rows of a step."""
 
     frame_B: Tensor
-    """Where each row's state lies; rows that have stopped take the scratch frame. int64, or int32
-    on a GPU."""
+    """Each row's frame; the scratch frame for stopped rows. int64, or int32 on a GPU."""
     position_B: Tensor
     """int64."""
     live_B: Tensor
@@ -48,12 +43,12 @@ class CarryRows(NamedTuple):
 
 
 class CarryFields(NamedTuple):
-    """A layer's part of every state, by frame: [frames, ...], views of one memory."""
+    """A layer's part of every state, [frames, ...]: views of one memory."""
 
     state: Tensor
     """[H, K, V] fp32."""
     decay: Tensor
-    """[places, H, D] fp32, records by position, as `key` and `u`."""
+    """[places, H, D] fp32, records by position; so are `key` and `u`."""
     key: Tensor
     """[places, J, K] fp32."""
     u: Tensor
@@ -61,11 +56,11 @@ class CarryFields(NamedTuple):
     channels: Tensor
     """[conv_size - 1 + places, C], by position, in the dtype of rows."""
     folded: Tensor
-    """[H] int32: tokens that each head's state has."""
+    """[H] int32: tokens in each head's state."""
 
 
 class CarryPool:
-    """Memory of `num_frames` states, then a scratch frame for rows that must not change one."""
+    """Memory of `num_frames` states, and a scratch frame for rows that must not change one."""
 
     def __init__(
         self,
@@ -80,8 +75,8 @@ class CarryPool:
     ) -> None:
         """Allocate the frames, all zero. dtype: of rows. depth: newest tokens never folded.
 
-        page_bytes: of the pages that states travel in. held: the layers that are here, of
-        num_layers; None: all. Raises ValueError if the device has too little memory.
+        page_bytes: of the pages that states travel in. held: the layers here, of num_layers; None:
+        all. Raises ValueError if the device has too little memory.
         """
         self.config, self.depth, self.scratch = config, depth, num_frames
         fields, layer_bytes = carry_layout(config, dtype.itemsize, depth)
@@ -114,18 +109,17 @@ class CarryPool:
             CarryFields(**{name: view[layer] for name, view in views.items()})
             for layer in range(num_layers)
         ]
-        """What the steps of each linear attention layer read and write."""
 
     def clear(self, frame: int, num_tokens: int = 0) -> None:
-        """The frame gets the state of no token, or of tokens without content."""
+        """Give a frame the state of no token, or of tokens without content."""
         self._bytes[frame] = 0
         self._folded[:, frame] = num_tokens
 
     def step(self, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights) -> Tensor:
         """Run one token of each row; returns heads' outputs, gated, [B, H, V].
 
-        x_BX: normed hidden rows. Run again after a step that was abandoned, it does the same.
-        Raises RuntimeError if a state has tokens after the row's position, or too few before it.
+        x_BX: normed hidden rows. It can be repeated after an abandoned step. Raises RuntimeError if
+        a state has tokens after the row's position, or too few before it.
         """
         config, (frame_B, position_B, live_B) = self.config, rows
         given, fields = config.inputs(x_BX, weights), self.layers[layer]
@@ -148,9 +142,9 @@ class CarryPool:
         return torch.where(live_B[:, None, None], o_BHV, 0.0)
 
     def _until(self, fields: CarryFields, rows: CarryRows) -> Tensor:
-        """Fold what is due; the states of all tokens before the rows', [B, H, K, V].
+        """Fold due records; return the states before the rows' tokens, [B, H, K, V].
 
-        Heads are folded together here, so one count speaks for all.
+        All heads fold together, so they have one count.
         """
         frame_B, position_B, live_B = rows
         folded_B = fields.folded[frame_B, 0]
@@ -183,7 +177,7 @@ class CarryPool:
     ) -> Tensor:
         """Run a prompt's tokens from position `first` on; returns heads' outputs, [T, H, V].
 
-        x_TX: normed hidden rows. They are folded at once: a prompt that is given up is begun anew.
+        x_TX: normed hidden rows. They are folded at once: an abandoned prompt begins anew.
         """
         config, given = self.config, self.config.inputs(x_TX, weights)
         fields, before = self.layers[layer], config.conv_size - 1
@@ -202,16 +196,16 @@ class CarryPool:
         return config.finish(o_THV, given.gate_BHV, weights)
 
     def num_folded(self, frame: int) -> int:
-        """Tokens that a state has, in the head of a layer with most."""
+        """Return the tokens in a state, of the head and layer with most."""
         return int(self._folded[:, frame].max())
 
     def page(self, frame: int, number: int) -> Any:
-        """What is here of a page of a state: its own bytes, no copy; on a GPU a tensor."""
+        """Return this pool's part of a page of a state, without a copy; on a GPU a tensor."""
         begin = number * self._page_bytes - self._first_byte
         page = self._bytes[frame, max(begin, 0) : max(begin + self._page_bytes, 0)]
         return page if page.is_cuda else page.numpy()
 
     def part(self, frame: int, number: int) -> tuple[int, Any]:
-        """How many bytes of a page of a state come before those that are here, and these."""
+        """Return the offset of `page` in the whole page, in bytes, and the page."""
         before = max(self._first_byte - number * self._page_bytes, 0)
         return before, self.page(frame, number)

@@ -1,7 +1,4 @@
-"""The frames of one instance: latent KV of every layer, private to the instance.
-
-Enters: rows of latent KV and the slots they belong to; whole pages at step boundaries. Leaves:
-per-layer views. Does not know: requests, tickets, which instance holds which page.
+"""The frames of one instance: its KV of every layer, private to the instance.
 
 Legend: F frames + the scratch frame, S tokens of a frame, D latent KV width.
 """
@@ -22,7 +19,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class FramePool:
-    """Memory of `num_frames` frames, then a scratch frame for tokens that must not be kept."""
+    """Memory of `num_frames` frames, and a scratch frame for tokens that must not be kept."""
 
     def __init__(
         self,
@@ -33,12 +30,11 @@ class FramePool:
         device: str | torch.device = "cpu",
         fp8_rank: int | None = None,
     ) -> None:
-        """Allocate the frames, all zero: a masked read must not meet a NaN and spread it.
+        """Allocate the frames, all zero, since a masked read would spread a NaN.
 
-        width: elements of a token's latent KV in one layer. dtype: the dtype it comes in. fp8_rank:
-        the model's kv_lora_rank if latent KV is kept in FP8 (attention/fp8_latent.py), else None.
-
-        Raises ValueError if the device has too little memory.
+        width: elements of a token's KV in one layer, of this dtype. fp8_rank: the model's
+        kv_lora_rank if latent KV is kept in FP8 (attention/fp8_latent.py), else None. Raises
+        ValueError if the device has too little memory.
         """
         self._fp8_rank, self._kv_width = fp8_rank, width
         if fp8_rank is not None:
@@ -56,9 +52,9 @@ class FramePool:
                 f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"
             ) from error
         self.slots = self.layers.flatten(1, 2).unbind()
-        """For each layer [slots, D]; a slot is frame * 64 + offset in the frame."""
+        """[slots, D] for each layer; a slot is frame * 64 + offset in the frame."""
         self.carry: CarryPool | None = None
-        """States of rows, beside the frames; None: the model has no linear attention layers."""
+        """Recurrent states of rows; None without linear attention layers."""
         self.scratch_slot = num_frames * PAGE_SIZE
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:
@@ -80,8 +76,8 @@ class FramePool:
     ) -> None:
         """Write the first `num_tokens` tokens of a frame from a page's bytes.
 
-        payload: uint8, which is [layers, 64, D] in the pool's dtype; a tensor if it is on a GPU. It
-        may be overwritten when this returns. offset: bytes of the page's layers before these.
+        payload: uint8 of [layers, 64, D] in the pool's dtype; a tensor on a GPU. It may be
+        overwritten on return. offset: bytes of the page's layers before these.
         """
         data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
         layer_bytes = self.page_bytes // len(self.layers)
@@ -92,22 +88,22 @@ class FramePool:
             torch.cuda.current_stream(layers.device).synchronize()
 
     def read_payload(self, frame: int) -> np.ndarray | torch.Tensor:
-        """A copy of a frame's bytes of all layers, as `write_payload` takes them, on its device."""
+        """Return a copy of a frame's bytes of all layers, in the form of `write_payload`."""
         payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
         return payload if payload.is_cuda else payload.numpy()
 
     def page_view(self, frame: int) -> np.ndarray:
-        """[layers, bytes] uint8: a frame's own bytes, no copy; the pool must be on the CPU."""
+        """Return [layers, bytes] uint8: a frame's own bytes, no copy; only on the CPU."""
         view: np.ndarray = self.layers[:, frame].view(torch.uint8).flatten(1).numpy()
         return view
 
     def read_layer(self, layer: int, frame: int) -> np.ndarray:
-        """A copy of a frame's bytes of one layer, uint8; the pool must be on the CPU."""
+        """Return a copy of a frame's bytes of one layer, uint8; only on the CPU."""
         payload: np.ndarray = self.layers[layer, frame].clone().view(torch.uint8).flatten().numpy()
         return payload
 
     def write_layer(self, layer: int, frame: int, payload: np.ndarray) -> None:
-        """Write a frame of one layer from bytes, as `read_layer` returns them."""
+        """Write a frame of one layer from the bytes of `read_layer`."""
         target = self.layers[layer, frame]
         target.copy_(torch.from_numpy(payload).view(target.dtype).view(target.shape))
 
@@ -119,7 +115,7 @@ class FramePool:
     def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
         """Fill the first tokens of a frame with noise that depends only on request and page.
 
-        So a request has the same synthetic KV at every CP degree.
+        So synthetic KV is equal at every CP degree.
         """
         generator = torch.Generator().manual_seed((request_id << 24) ^ page)
         if self._fp8_rank is None and not self.layers.is_cuda:
@@ -132,15 +128,14 @@ class FramePool:
 
 
 class LocalStep:
-    """Where the rows of a step read and append in this instance's frames."""
+    """A step's reads and appends in this instance's frames."""
 
     def __init__(
         self, pages: LocalPages, position: np.ndarray, live: np.ndarray, scratch_slot: int
     ) -> None:
-        """Look the rows up in the page table.
+        """position: [rows] int64. live: [rows] bool.
 
-        position: [rows] int64. live: [rows] bool. A row that stopped, or whose tail page is held by
-        another instance, appends to the scratch slot.
+        A row that stopped, or whose tail page is elsewhere, appends to the scratch slot.
         """
         tail_page = position // PAGE_SIZE
         width = max(int(pages.num_pages.max(initial=0)), 1)
@@ -153,9 +148,8 @@ class LocalStep:
         offset = position % PAGE_SIZE
         lengths = num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)
         self.lengths = torch.from_numpy(lengths.astype(np.int32))
-        """[rows] int32: the number of tokens here that attention reads.
-
-        The new token is one of them where it is appended here. A row that stopped keeps its length.
+        """[rows] int32: tokens here that attention reads, the new one included if it is appended
+        here.
         """
         self.slots = torch.from_numpy(
             np.where(
@@ -165,4 +159,4 @@ class LocalStep:
             )
         )
         self.frames = torch.from_numpy(frame)
-        """[rows, pages] int32: the frames of each row; those that its length fills are valid."""
+        """[rows, pages] int32: frames of each row, valid up to its length."""

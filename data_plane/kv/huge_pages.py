@@ -1,7 +1,4 @@
-"""Memory of huge pages: reading much of it takes a sixth less time than of small ones.
-
-Enters: a number of bytes. Leaves: an array of zeros. Does not know: what is kept in it.
-"""
+"""Memory of huge pages: reading much of it takes a sixth less time than of small ones."""
 
 from __future__ import annotations
 
@@ -16,18 +13,17 @@ import weakref
 import numpy as np
 
 TAKER = "memory"
-"""The name of threads that take memory."""
+"""Name of the threads that take memory."""
 _MADV_POPULATE_WRITE = 23
-"""Linux's number, from 5.14 on; the module mmap has no name for it."""
+"""Linux's number, from 5.14 on; the module mmap lacks it."""
 _CHUNK_BYTES = 16 << 20
 
 
 def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
-    """[num_bytes] uint8, all zero, of the processor's huge pages where the system has them.
+    """Return [num_bytes] uint8, all zero, of huge pages where the system has them.
 
-    is_taken: a thread takes all of it from the system at once, not each page when it is first
-    written: on a virtual machine a megabyte may cost 3 ms, which a step would wait for. Raises
-    OSError if the system refuses so much memory, or has less available.
+    is_taken: a thread takes all of it at once, since a page's first write may cost a step 3 ms a
+    megabyte on a virtual machine. Raises OSError if the system refuses or lacks the memory.
     """
     if is_taken and num_bytes > _available_bytes():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -41,7 +37,7 @@ def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
 
 
 def _take(wanted: weakref.ref[np.ndarray]) -> None:
-    """Let the system give the memory, until nobody wants it. Other threads may use it meanwhile."""
+    """Take the memory from the system until nobody refers to it. Others may use it meanwhile."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     offset = 0
@@ -54,7 +50,7 @@ def _take(wanted: weakref.ref[np.ndarray]) -> None:
 
 
 def _available_bytes() -> int:
-    """Memory that the system has for processes. GPU checks run where there is no psutil."""
+    """Return the memory available to processes; works without psutil, as GPU checks do."""
     with open("/proc/meminfo") as file:
         sizes = dict(line.split(":") for line in file)
     return 1024 * int(sizes["MemAvailable"].split()[0])

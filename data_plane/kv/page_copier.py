@@ -1,10 +1,7 @@
-"""Copies full pages between an instance's frames and its slots, beside its steps.
+"""Copies full pages between an instance's frames and its slots (KV offload), beside its steps.
 
-Enters: commands to stow and to fetch. Leaves: events for the controller, pages for other instances,
-and the pages that are in their frames now. Does not know: which page is where, why it is copied.
-
-A page that is stowed is full, so no step writes it meanwhile. A frame that is filled belongs to a
-ticket, so no step reads it before the ticket is over.
+A stowed (offloaded) page is full, so no step writes it. A fetched (loaded) page's frame belongs to
+a ticket, so no step reads it before the ticket is over.
 """
 
 from __future__ import annotations
@@ -19,15 +16,15 @@ from nanocp.values.offload import Fetch, Stow, TransferMissed
 from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
 
 _MAX_LOADED = 4
-"""Pages that wait for a place in another instance's ring; no further one is read meanwhile."""
+"""Most pages that wait for another instance's ring; reading stops there."""
 _END_S = 10.0
-"""Longest wait for the page that is being copied, when a term or the process ends."""
+"""Longest wait for the page in copying at the end of a term or the process."""
 
 CopyEvent = TransferDone | TransferFenced | TransferMissed
 
 
 class LoadedPage(NamedTuple):
-    """A page that was read from a slot, for another instance."""
+    """A page read from a slot, for another instance."""
 
     ticket: int
     page: int
@@ -41,14 +38,13 @@ class _Load(NamedTuple):
     slot: int
     receiver: int
     frame: int | None
-    """Where it goes; None: to another instance."""
+    """The target frame; None: another instance."""
 
 
 class PageCopier:
-    """Does one copy after the other, in the order of the commands.
+    """Executes copies one by one, in order.
 
-    The instance's thread calls everything but `run_one`, which a thread of its own runs after
-    `start`.
+    The instance's thread calls everything but `run_one`, which has its own thread after `start`.
     """
 
     def __init__(
@@ -58,39 +54,39 @@ class PageCopier:
         read_page: Callable[[int], Any],
         write_page: Callable[[int, int, Any, int], None],
     ) -> None:
-        """read_page: the bytes of a frame, which may be a view. write_page: see PageTransfers."""
+        """read_page: returns a frame's bytes, perhaps a view. write_page: as of PageTransfers."""
         self._instance = instance
         self.slots = slots
         self._read_page, self._write_page = read_page, write_page
         self.wake: Callable[[], None] = lambda: None
-        """Called from the copying thread when there is something to take."""
+        """Called from the copying thread when `take` or `loaded` has something."""
         self._changed = threading.Condition()
         self._jobs: deque[Stow | _Load] = deque()
         self._is_busy = self._is_abandoned = self._is_closed = False
         self._failure: Exception | None = None
-        """What ended the copying."""
+        """The error that ended the copying."""
         self._loaded: deque[LoadedPage] = deque()
         self._events: list[CopyEvent] = []
         self._filled: list[tuple[int, int]] = []
         self._writing = threading.Lock()
-        """Held while a frame is written, so that a fenced ticket's frame is not."""
+        """Held while a frame is written, so a fenced ticket's frame is never written."""
         self._live: set[int] = set()
         """Tickets whose pages may be written into frames."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run in a thread from now on."""
+        """Start the copying thread."""
         self._thread = threading.Thread(target=self._run_for_ever, name="page copier", daemon=True)
         self._thread.start()
 
     def stow(self, stow: Stow) -> None:
-        """Copy pages into slots; see interface.Instance.stow."""
+        """Copy pages into slots, as interface.Instance.stow says."""
         self._add([stow])
 
     def fetch(self, fetch: Fetch, frames: dict[int, int]) -> None:
-        """Read pages from slots, and write those that are for this instance.
+        """Read pages from slots, and write those for this instance.
 
-        frames: page -> frame of the latter; those that are not there are left out.
+        frames: page -> frame of this instance's pages.
         """
         jobs: list[Stow | _Load] = []
         for page, slot, receiver in fetch.pages:
@@ -108,20 +104,20 @@ class PageCopier:
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
-        """No page of the ticket is written into a frame after this returns."""
+        """Write no page of the ticket into a frame from now on."""
         with self._writing:
             self._live.discard(ticket)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is copied, and nothing waits to be taken or sent."""
+        """True if nothing is copied, and nothing waits to be taken or sent."""
         with self._changed:
             return not (self._jobs or self._is_busy or self._loaded or self._events or self._filled)
 
     def take(self) -> tuple[list[CopyEvent], list[tuple[int, int]]]:
-        """Events, and (ticket, page) of pages that are in their frames, since the last call.
+        """Return events, and (ticket, page) of pages in their frames, since the last call.
 
-        Raises RuntimeError if a copy has failed: what was asked for will not be answered.
+        Raises RuntimeError if a copy has failed, so commands stay unanswered.
         """
         with self._changed:
             if self._failure is not None:
@@ -131,20 +127,20 @@ class PageCopier:
         return taken
 
     def loaded(self) -> LoadedPage | None:
-        """The next page for another instance; it stays until `sent`."""
+        """Return the next page for another instance, the same until `sent`."""
         with self._changed:
             return self._loaded[0] if self._loaded else None
 
     def sent(self) -> None:
-        """The page that `loaded` returned has left."""
+        """Remove the page of `loaded`: it has left."""
         with self._changed:
             self._loaded.popleft()
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Forget every command; when this returns, nothing is copied any more.
+        """Forget every command, once the page in copying is done.
 
-        It waits for one page at most. Raises TimeoutError if that page takes too long.
+        Raises TimeoutError if that page takes too long.
         """
         with self._changed:
             self._jobs.clear()
@@ -160,7 +156,7 @@ class PageCopier:
             self._live.clear()
 
     def close(self) -> None:
-        """End the thread, and give the slots back. Idempotent."""
+        """End the thread and release the slots. Idempotent."""
         with self._changed:
             self._jobs.clear()
             self._is_closed = True
@@ -170,7 +166,7 @@ class PageCopier:
         self.slots.close()
 
     def run_one(self) -> bool:
-        """Copy the next page; False if there is none, or if too many wait to be sent."""
+        """Copy the next page; False if there is none, or too many wait to be sent."""
         with self._changed:
             if not self._may_run():
                 return False

@@ -1,12 +1,9 @@
-"""The page ring: how KV pages reach an instance, which alone may touch its frames.
+"""The page ring: the way of KV pages to an instance, which alone may touch its frames.
 
-Enters: pages, each under its ticket, from the one writer. Leaves: the same pages, in order, to the
-one receiver. Does not know: which tickets are valid, what a payload means, frames.
-
-The ring is in the receiver's shared memory; a writer on another node gets there by TCP
-(tcp/segment.py). Its state is two counts. The writer raises the count of pages written after a page
-is complete, so that a writer that dies leaves nothing that looks like a page. The receiver raises
-the count of pages consumed. (Section 3 of the paper, MIGRATE.)
+The ring is in the receiver's shared memory; a writer on another node reaches it by TCP
+(tcp/segment.py). The writer raises the count of written pages after a page is complete, so a dying
+writer leaves no half page; the receiver raises the count of consumed ones. (Section 3 of the paper,
+MIGRATE.)
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ from nanocp.config.prefill import PrefillConfig
 from nanocp.values.passes import even_split
 
 PREFILL_RING = "prefill0"
-"""The kind of the ring that the only writer of a prefill writes; see `prefill_ring`."""
+"""The kind of the ring of a prefill's only writer; see `prefill_ring`."""
 _WRITER = "its writer"
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
 
 
 class ArrivedPage(NamedTuple):
-    """A page as its writer sent it."""
+    """A page in the ring."""
 
     ticket: int
     page: int
@@ -40,16 +37,16 @@ class ArrivedPage(NamedTuple):
     payload: Any
     """Bytes of the page, uint8: an array, or a tensor if the frames are on a GPU.
 
-    It is the ring's own memory: the receiver may read it until it asks for the next page.
+    It is the ring's own memory, readable until the next page is asked for.
     """
     offset: int = 0
-    """Bytes of the page before these: a stage of a prefill sends some layers of it."""
+    """Bytes of the page before these: a prefill stage sends only some layers."""
     page_bytes: int = 0
     """Bytes of the whole page; 0: these are all."""
 
 
 class _Header(NamedTuple):
-    """What a place says of its page: five u64."""
+    """The header of a place: five u64."""
 
     ticket: int
     page: int
@@ -61,7 +58,7 @@ class _Header(NamedTuple):
 class _Places:
     """The ring's memory: both counts, then a header and a payload for each place.
 
-    With NIXL the payloads are not in the segment's memory but in its bulk.
+    With NIXL payloads are in the segment's bulk memory.
     """
 
     def __init__(self, segment: OwnedSegment | Segment, ring_pages: int, page_bytes: int) -> None:
@@ -72,9 +69,9 @@ class _Places:
         self.payloads: list[Any] = []
         """uint8 [page_bytes] for each place: an array, or a tensor if the bulk is on a GPU."""
         self.chunks: list[tuple[tuple[int, int], ...]] = []
-        """For each place (offset, bytes) of its header and payload in the segment's memory."""
+        """(offset, bytes) of each place's header and payload in the segment's memory."""
         self.bulk_chunks: list[tuple[int, int] | None] = []
-        """For each place (offset, bytes) of its payload in the segment's bulk; None without one."""
+        """(offset, bytes) of each place's payload in the segment's bulk; None without one."""
         pages_offset = base + _data_bytes(ring_pages)
         for place in range(ring_pages):
             offset = base + (_NUM_COUNTS + place) * CACHE_LINE
@@ -100,7 +97,7 @@ def _data_bytes(ring_pages: int) -> int:
 
 
 class PageRing:
-    """The receiver's end of a ring, in the receiver's memory. Use `create` to make one.
+    """The receiver's end of a ring, in its memory; `create` makes one.
 
     Only the instance's thread calls `arrived` and `close`; one other thread may call `wait`.
     """
@@ -112,7 +109,7 @@ class PageRing:
         place_bytes: int,
         page_bytes: int = 0,
     ) -> None:
-        """place_bytes: most bytes of a page that a payload has. page_bytes: see ArrivedPage."""
+        """place_bytes: most bytes of a payload. page_bytes: as of ArrivedPage."""
         self._segment = segment
         self._page_bytes = page_bytes
         self._places: _Places | None = _Places(segment, ring_pages, place_bytes)
@@ -121,14 +118,14 @@ class PageRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether pages can still arrive: False after `close`."""
+        """True until `close`: pages can still arrive."""
         return self._places is not None
 
     @property
     def has_lost_writer(self) -> bool:
-        """Whether a connection by which pages came from another node has ended.
+        """True if a connection of pages from another node has ended.
 
-        If so, all that it brought is there: ask before `arrived`.
+        All its pages are there then: ask before `arrived`.
         """
         return self._segment.is_attached(_WRITER) is False
 
@@ -144,8 +141,8 @@ class PageRing:
     ) -> PageRing:
         """Make an instance's ring of `ring_pages` places for payloads of `place_bytes` bytes.
 
-        kind: the name of this ring among the instance's rings. page_bytes: see ArrivedPage. Raises
-        ValueError if `ring_pages` or `place_bytes` is not positive, and where OwnedSegment does.
+        kind: the ring's name at the instance. page_bytes: as of ArrivedPage. Raises ValueError if a
+        size is not positive, and what OwnedSegment raises.
         """
         if ring_pages < 1 or place_bytes < 1:
             raise ValueError(
@@ -160,8 +157,8 @@ class PageRing:
     def arrived(self) -> Iterator[ArrivedPage]:
         """Yield the pages that are here now, in order, without blocking.
 
-        A page's place becomes free for the writer when the next page is asked for. So a loop that
-        breaks leaves the page it has seen, and all later ones, for the next call.
+        A page's place becomes free when the next page is asked for; a loop that breaks leaves its
+        page for the next call.
         """
         assert self._places is not None, "the ring is closed"
         places = self._places
@@ -178,8 +175,7 @@ class PageRing:
     def wait(self, timeout_ms: float) -> bool:
         """Block until a page arrives that no earlier `wait` has reported.
 
-        Returns False after the timeout or a `close`. A page that stays in the ring is reported
-        once: the thread that left it there knows of it.
+        Returns False after the timeout or a `close`. A page left in the ring is reported once.
         """
         places = self._places
         if places is None:
@@ -196,7 +192,7 @@ class PageRing:
         return True
 
     def close(self) -> None:
-        """Remove the ring and end a `wait` of another thread. Idempotent."""
+        """Remove the ring and end another thread's `wait`. Idempotent."""
         places, self._places = self._places, None
         if places is not None:
             places.written.wake()
@@ -207,7 +203,7 @@ class PageRingWriter:
     """The writer's end of a ring, for one thread; a ring has one writer at a time.
 
     Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, TermOver if the term
-    ends meanwhile, PeerLost if its instance is dead, and ValueError if it has a writer already.
+    ends meanwhile, PeerLost if its instance is dead, ValueError if it has a writer already.
     """
 
     def __init__(
@@ -218,7 +214,7 @@ class PageRingWriter:
         kind: str = PREFILL_RING,
         may_be_short: bool = False,
     ) -> None:
-        """may_be_short: payloads may have fewer bytes than a page, and only those travel."""
+        """may_be_short: payloads may be shorter than a page, and only their bytes travel."""
         self._may_be_short = may_be_short
         self._instance = instance
         self._limits = limits
@@ -241,12 +237,12 @@ class PageRingWriter:
 
     @property
     def has_place(self) -> bool:
-        """Whether `write` would find a place at once."""
+        """True if `write` would find a place at once."""
         assert self._places is not None, "the writer is closed"
         return self._num_written - self._places.consumed.load() < len(self._places.headers)
 
     def receiver_is_alive(self) -> bool:
-        """Whether the ring's instance is alive and has not closed the ring."""
+        """Return True while the ring's instance lives and has not closed the ring."""
         return self._places is not None and self._segment.owner_is_alive()
 
     def write(
@@ -262,10 +258,10 @@ class PageRingWriter:
     ) -> bool:
         """Write one page as soon as there is a place for it.
 
-        payload: bytes, an array, or a tensor of bytes on a GPU. offset: see ArrivedPage. Returns
-        False if `is_cancelled`, which is asked each tick, ended the wait. Raises PeerLost or
-        ExchangeTimeout while waiting, ValueError if the payload does not have page_bytes bytes, or
-        more if it may be short.
+        payload: bytes, an array, or a tensor of bytes on a GPU. offset: as of ArrivedPage. Returns
+        False if `is_cancelled`, asked each tick, ended the wait. Raises PeerLost or ExchangeTimeout
+        while waiting, ValueError if the payload is not page_bytes long, or longer where it may be
+        short.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
@@ -292,7 +288,7 @@ class PageRingWriter:
         return True
 
     def close(self) -> None:
-        """Give up the mapping; pages that were written stay in the ring. Idempotent."""
+        """Close the mapping; written pages stay in the ring. Idempotent."""
         self._places = None
         self._segment.close()
 
@@ -322,7 +318,7 @@ class PageRingWriter:
 
 
 def prefill_ring(writer: int) -> str:
-    """The kind of the ring that this writer of the prefill writes, at each instance."""
+    """Return the kind of a prefill writer's ring at each instance."""
     return f"prefill{writer}"
 
 
@@ -353,7 +349,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 def copy_bytes(data: Any, place: Any) -> None:
     """Copy bytes into a place; each of the two is an array, or a tensor on a GPU.
 
-    When this returns both may be used for something else.
+    On return both may be reused.
     """
     if isinstance(place, np.ndarray):
         place[:] = data if isinstance(data, np.ndarray) else data.cpu().numpy()

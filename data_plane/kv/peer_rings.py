@@ -1,11 +1,7 @@
-"""The page rings between peers: how full KV pages move from one instance's frames to another's.
+"""Page rings between peers, which move full KV pages between instances' frames.
 
-Enters: pages, each under its ticket, at the sending end. Leaves: the same pages at the receiving
-end, in order. Does not know: which tickets are valid, what a payload means, frames, why a page
-moves.
-
-Every instance has a page ring for each peer in its own memory. Both instances decode meanwhile
-(docs/decisions/0008), so nothing here waits: a page that finds no place is sent later.
+Every instance has a ring for each peer in its memory. Both decode meanwhile (docs/decisions/0008),
+so nothing here waits: a page without a place is sent later.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ class PeerRings:
         limits: LimitsConfig,
         ring_pages: int = _RING_PAGES,
     ) -> None:
-        """Make this instance's rings. ring_pages: places of each."""
         self._segments = segments
         self._instance = instance
         self._limits = limits
@@ -46,22 +41,22 @@ class PeerRings:
         }
 
     def connect(self) -> None:
-        """Attach to this instance's ring at every peer. Raises what PageRingWriter raises."""
+        """Attach to this instance's ring at every peer. Raises as PageRingWriter does."""
         for peer in filter(self._segments.is_there, self._rings):
             self._writers[peer] = PageRingWriter(
                 self._segments, peer, self._limits, _kind(self._instance)
             )
 
     def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
-        """For each peer, the pages that are here now; see PageRing.arrived."""
+        """Yield for each peer the pages that are here now, as PageRing.arrived does."""
         return (ring.arrived() for ring in self._rings.values())
 
     def has_lost(self, peer: int) -> bool:
-        """Whether the connection that brings the peer's pages has ended; ask before `arrived`."""
+        """Return True if the connection of the peer's pages has ended; ask before `arrived`."""
         return self._rings[peer].has_lost_writer
 
     def has_place(self, peer: int) -> bool:
-        """Whether the peer's ring has a place now. Raises PeerLost if it never will have one."""
+        """Return True if the peer's ring has a place. Raises PeerLost if it never will."""
         writer = self._writers[peer]
         if not writer.has_place and not writer.receiver_is_alive():
             # Pages for others would wait behind this one, and their tickets stay open.
@@ -75,7 +70,7 @@ class PeerRings:
         )
 
     def close(self) -> None:
-        """Give up the writers and remove the rings. Idempotent."""
+        """Close the writers and remove the rings. Idempotent."""
         ends: list[PageRing | PageRingWriter] = [*self._writers.values(), *self._rings.values()]
         for end in ends:
             end.close()

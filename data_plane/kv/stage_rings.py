@@ -1,10 +1,6 @@
-"""The links between stages of a pipeline in different processes: rings of messages.
+"""Links between stages of a pipeline in different processes: rings of messages.
 
-Enters: hidden rows for the next stage, tokens for the first one. Leaves: the same, in order, at the
-stage they are for. Does not know: layers, requests, how a ring gets to another node.
-
-A ring is a page ring (page_ring.py): in the receiver's shared memory, written from its node
-directly and from others by TCP. What a place has no need of does not travel.
+A ring is a page ring (page_ring.py); only the used bytes of a place travel.
 """
 
 from __future__ import annotations
@@ -22,20 +18,21 @@ _HIDDEN, _TOKENS = "hidden_rows", "pass_tokens"
 _TOKEN_WORDS = 2
 """u64 words of a token: request id, token id."""
 RING_FRAMES = 64
-"""Frames of one layer in a ring of KV between two stages: they are small, and a stage that computes
-looks into its rings between two layers only."""
+"""Frames of one layer in a ring of KV between two stages: they are small, and a busy stage reads
+its rings only between layers.
+"""
 
 
 def places_of(max_in_flight: int) -> int:
-    """Passes that a ring of hidden rows has places for."""
+    """Return the places of a ring of hidden rows for these passes in flight."""
     return max_in_flight + 2
 
 
 class RingStageLinks(StageLinks):
-    """One stage's ends; see transport.stage_links.StageLinks. One thread uses them.
+    """One stage's links, for one thread.
 
-    A ring has a place for every pass that can be in flight, so no send waits for a stage. It may
-    wait for the news, from another node, that a place is free.
+    A ring has a place for every pass in flight, so no send waits for a stage, only for the news
+    from another node that a place is free.
     """
 
     def __init__(
@@ -50,12 +47,12 @@ class RingStageLinks(StageLinks):
     ) -> None:
         """row: one hidden row of zeros, [X] in the rows' dtype.
 
-        max_in_flight: passes that may be in flight. None: one for each stage.
+        max_in_flight: most passes in flight. None: one for each stage.
         """
         self._segments, self._stage, self._num_stages = segments, stage, num_stages
         self._row, self._limits = row, limits
         self._own_tokens: list[PassTokens] = []
-        """With one stage, which is first and last."""
+        """The tokens of a single stage, which is first and last."""
         self._ring: PageRing | None = None
         self._writer: PageRingWriter | None = None
         if num_stages > 1:
@@ -65,7 +62,7 @@ class RingStageLinks(StageLinks):
             self._ring = PageRing.create(segments, stage, places, max_pass_tokens * row_bytes, kind)
 
     def connect(self) -> None:
-        """Attach to the ring of the stage that this one sends to. Raises as PageRingWriter does."""
+        """Attach to the next stage's ring. Raises as PageRingWriter does."""
         if self._num_stages > 1:
             target = (self._stage + 1) % self._num_stages
             kind = _TOKENS if target == 0 else _HIDDEN
@@ -74,7 +71,6 @@ class RingStageLinks(StageLinks):
             )
 
     def wait(self, timeout_ms: float) -> None:
-        """Wait for a message that no earlier `wait` has seen, at most so long."""
         if self._ring is not None:
             self._ring.wait(timeout_ms)
 
@@ -84,7 +80,6 @@ class RingStageLinks(StageLinks):
                 end.close()
 
     def send_hidden(self, rows: HiddenRows) -> None:
-        """Send hidden rows; the pass and what is next are the place's header."""
         payload = rows.rows.contiguous().view(torch.uint8).flatten().numpy()
         self._write(rows.number, rows.layout << 32 | rows.next_layer, len(rows.rows), payload)
 
@@ -124,9 +119,9 @@ class RingStageLinks(StageLinks):
         )
 
     def _take(self) -> ArrivedPage | None:
-        """The next message, its payload copied.
+        """Return the next message with its payload copied, or None.
 
-        Raises PeerLost if there is none and the connection has ended by which it would come.
+        Raises PeerLost if there is none and its connection has ended.
         """
         assert self._ring is not None
         is_lost = self._ring.has_lost_writer

@@ -1,11 +1,8 @@
-"""A decode step of a linear attention layer in Triton: one launch behind the layer's projections.
+"""A decode step of a linear attention layer in Triton: one launch behind the projections.
 
-Enters: projected rows, states with their records, both on the device. Leaves: heads' outputs,
-gated; states and records. Does not know: requests, routes, the host. The slow reference, which says
-what a record is, is kv.carry_pool.CarryPool.step.
-
-Legend: B rows, H value heads, J key heads, K width of a key, V of a value, C channels of the
-convolution, D decays of a head (1 or K).
+The slow reference, which defines records, is kv.carry_pool.CarryPool.step. Legend: B rows, H value
+heads, J key heads, K width of a key, V of a value, C channels of the convolution, D decays of a
+head (1 or K).
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ from data_plane.kv.carry_pool import CarryFields, CarryRows
 from data_plane.model.attention_kinds.delta import NORM_EPS, DeltaConfig, DeltaWeights
 
 WRONG_STATE = tl.constexpr(32)
-"""The error word's first number if a state is not of its row's position."""
+"""The error word's first number if a recurrent state is not of its row's position."""
 BLOCK_V = 32
-"""Columns of a state that a program has in registers at once."""
+"""Columns of a state in a program's registers at once."""
 
 
 def step_states(
@@ -34,9 +31,9 @@ def step_states(
 ) -> Tensor:
     """Run one token of each row; returns heads' outputs, gated, [B, H, V]: 0 for a dead row.
 
-    rows: on the device; no state of a dead row is read or written, whatever its frame. x_BX: normed
-    hidden rows. error: the exchange's error word; once it is set, nothing is folded or recorded,
-    and outputs are worthless. If a state is not of its row's position it is set.
+    rows: on the device; a dead row's state is neither read nor written. x_BX: normed hidden rows.
+    error: the exchange's error word. Once it is set, as by a state of another position, nothing is
+    folded or recorded, and outputs are worthless.
     """
     channels_BC, gate, decay, beta = config.projections(x_BX, weights)
     out_BHV = x_BX.new_empty(len(x_BX), config.num_heads, config.value_dim)
@@ -90,7 +87,7 @@ def _convolved(
 ):  # fmt: skip
     """Convolve a token's channels with those before it, and keep them; fp32.
 
-    channels_ptr, ring_ptr: the row's. is_kept: those of `inside` that this program keeps.
+    channels_ptr, ring_ptr: the row's. is_kept: channels of `inside` that this program keeps.
     """
     own = tl.load(channels_ptr + column, mask=inside, other=0.0)
     acc = own.to(tl.float32) * tl.load(
@@ -112,7 +109,7 @@ def _normed_heads(
     channels_ptr, conv_ptr, ring_ptr, position, column, inside, is_kept, eps, CONV: tl.constexpr,
     RING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Make a head's query or key of its channels."""
+    """Convolve and norm a head's query or key."""
     x = _convolved(
         channels_ptr, conv_ptr, ring_ptr, position, column, inside, is_kept, CONV, RING, CHANNELS
     )
@@ -137,7 +134,7 @@ def _gated(
 
 @triton.jit
 def _kept(decays_ptr, k, is_k, BY_CHANNEL: tl.constexpr):
-    """What a token leaves of a state: a share of each channel of the key, [BLOCK_K, 1], or one."""
+    """Return the share of a state that a token keeps: by channel of the key, [BLOCK_K, 1], or one."""
     if BY_CHANNEL:
         kept = tl.exp(tl.load(decays_ptr + k, mask=is_k, other=0.0))[:, None]
     else:
@@ -147,7 +144,7 @@ def _kept(decays_ptr, k, is_k, BY_CHANNEL: tl.constexpr):
 
 @triton.jit
 def _decay(given, rate, bound, IS_BOUND: tl.constexpr):
-    """The logarithm of a decay of what was projected, with its bias."""
+    """Return the logarithm of a decay from its projection, with bias."""
     if IS_BOUND:
         decay = bound * tl.sigmoid(rate * given)
     else:
@@ -178,7 +175,7 @@ def _of_position(
     is_v, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     PLACES: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Load these columns of a state and run them through the records up to a position.
+    """Load columns of a state and run them through the records up to a position.
 
     The pointers are the frame's. If all places have a record, the oldest is folded in.
     """
@@ -209,11 +206,11 @@ def delta_step_kernel(
 ):  # fmt: skip
     """Program (row, value head): run a token of the row through the head's state.
 
-    What is projected: channels_ptr [B, C], gate_ptr [B, H * V], decay_ptr [B, H * D], beta_ptr
-    [B, H], each with a stride of rows. What is kept, of frame f: state_ptr [H, K, V], decays_ptr
-    [PLACES, H, D], keys_ptr [PLACES, J, K], u_ptr [PLACES, H, V] fp32 and folded_ptr [H] int32 at
-    f * frame_words, and ring_ptr [CONV - 1 + PLACES, C] at f * frame_channels. raw_ptr [B, H, V]:
-    outputs before their norm, which is over all columns of a state.
+    Projections, with a stride of rows: channels_ptr [B, C], gate_ptr [B, H * V], decay_ptr [B, H *
+    D], beta_ptr [B, H]. Memory of frame f: state_ptr [H, K, V], decays_ptr [PLACES, H, D], keys_ptr
+    [PLACES, J, K], u_ptr [PLACES, H, V] fp32 and folded_ptr [H] int32 at f * frame_words; ring_ptr
+    [CONV - 1 + PLACES, C] at f * frame_channels. raw_ptr [B, H, V]: outputs before their norm over
+    all columns of a state.
     """
     DECAYS: tl.constexpr = KEY if BY_CHANNEL else 1
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE

@@ -1,10 +1,7 @@
 """Rows of latent attention in one launch each: norms, rotations, the append to frames.
 
-Enters: what the projections left of rows, rope tables, slots. Leaves: normed q latents, latent KV
-in frames, rotated queries. Does not know: the projections, attention, the wire. The slow reference
-is model/attention_kinds/mla.py, and for FP8 attention/fp8_latent.py.
-
-Legend: B rows, C q latent, R kv_lora_rank, P rope, W = R + P, H heads, N nope.
+The slow reference is model/attention_kinds/mla.py, and for FP8 attention/fp8_latent.py. Legend: B
+rows, C q latent, R kv_lora_rank, P rope, W = R + P, H heads, N nope.
 """
 
 from __future__ import annotations
@@ -61,8 +58,8 @@ def latent_kernel(
 ):  # fmt: skip
     """Program b: norm row b's q latent and c_kv, rotate its key, append its latent KV to its slot.
 
-    HAS_Q: the first C columns of a row are its q latent, and C is 0 without. KEEPS_KV: latent KV is
-    written to kv_ptr [B, R + P] too, for peers. TOKEN: elements of a slot, its bytes in FP8.
+    HAS_Q: a row's first C columns are its q latent; else C is 0. KEEPS_KV: latent KV goes to kv_ptr
+    [B, R + P] too, for peers. TOKEN: elements of a slot, its bytes in FP8.
     """
     row = tl.program_id(0).to(tl.int64)
     down_row = down_ptr + row * (C + R + P)
@@ -115,7 +112,7 @@ def append_kernel(
     kv_ptr, slot_ptr, value_ptr, scale_ptr, key_ptr, R: tl.constexpr, P: tl.constexpr,
     TOKEN: tl.constexpr, IS_FP8: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Program a: append latent KV that came from a peer to its slot."""
+    """Program a: append a peer's latent KV to its slot."""
     row = tl.program_id(0).to(tl.int64)
     IN_GROUP: tl.constexpr = R // GROUPS
     group, column = tl.arange(0, GROUPS), tl.arange(0, BLOCK_G)
@@ -169,7 +166,7 @@ def rotate_kernel(
 
 
 class LatentFrames:
-    """A layer's slots [S, D] as the kernels write them: plain, or in FP8."""
+    """A layer's slots [S, D] for the kernels: plain, or in FP8."""
 
     def __init__(self, slots_SD: Tensor, rank: int, rope_dim: int) -> None:
         """slots_SD: FramePool.slots of a layer; uint8 [S, bytes of a token] in FP8."""
@@ -186,8 +183,8 @@ def start_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (normed q latent [B, C], latent KV [B, R + P]); the latter is in the frames too.
 
-    down_BY: [B, C + R + P], or [B, R + P] without q_norm: then the first result is empty. keeps_kv:
-    False leaves the second empty.
+    down_BY: [B, C + R + P], or [B, R + P] without q_norm, when the first result is empty. Without
+    keeps_kv the second is empty.
     """
     num_rows, rank, rope_dim = len(down_BY), frames.rank, frames.rope_dim
     latent = 0 if q_norm_C is None else len(q_norm_C)
@@ -208,7 +205,7 @@ def start_rows(
 
 
 def append_rows(kv_AW: Tensor, slot_A: Tensor, frames: LatentFrames) -> None:
-    """Append latent KV that came from peers to its slots."""
+    """Append peers' latent KV to its slots."""
     rank, rope_dim = frames.rank, frames.rope_dim
     assert kv_AW.is_contiguous()
     append_kernel[(len(kv_AW),)](
@@ -222,7 +219,7 @@ def append_rows(kv_AW: Tensor, slot_A: Tensor, frames: LatentFrames) -> None:
 def absorbed_queries(
     q_BY: Tensor, position_B: Tensor, rope: RopeTable, k_up_HNR: Tensor, rope_dim: int
 ) -> Tensor:
-    """Make absorbed queries [B, H, R + P] of queries [B, H * (N + P)], and copy none of them."""
+    """Make absorbed queries [B, H, R + P] of queries [B, H * (N + P)] without a copy."""
     (num_heads, nope, rank), num_rows = k_up_HNR.shape, len(q_BY)
     assert q_BY.is_contiguous()
     out_BHD = q_BY.new_empty(num_rows, num_heads, rank + rope_dim)

@@ -1,10 +1,7 @@
-"""A mixture of experts on the CPU: every row visits its experts' instances and comes back summed.
+"""A MoE layer on the CPU: every row visits its experts' instances and comes back summed.
 
-Enters: rows, weights. Leaves: the rows with the weighted sums over their experts. Does not know:
-the gate's and the experts' arithmetic (moe/gate.py, moe/experts.py), attention. The GPU's sibling
-is all_to_all_gpu.py.
-
-Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
+The GPU's sibling is all_to_all_gpu.py. Legend: B rows, N instances, K experts a row, E experts of a
+layer, X hidden size.
 """
 
 from __future__ import annotations
@@ -30,26 +27,26 @@ MoePhase = Literal["dispatch_combine", "expert", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What a combine must know of its dispatch."""
+    """A dispatch, as its combine needs it."""
 
     epoch: int
     x_BX: Tensor
     expert_BK: Tensor
     weight_BK: Tensor
     rows_NB: Tensor
-    """For each instance, the rows that went there, ascending; for this one, those that stayed."""
+    """Ascending rows sent to each instance; for this one, the rows that stayed."""
     counts: list[int]
-    """For each instance, how many rows those are."""
+    """The number of those rows, by instance."""
 
 
 class ExpertKernels(Protocol):
-    """What chooses experts, moves rows and runs experts: torch's functions, or compiled kernels."""
+    """Functions of torch, or compiled kernels, that choose experts, move rows and run experts."""
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Choose each row's experts [B, K] and their weights [B, K]; see moe.gate.gate."""
+        """Choose each row's experts [B, K] and their weights [B, K], as moe.gate.gate does."""
 
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
-        """Run the MLP of the shared expert; see model.layers.gated_mlp."""
+        """Run the MLP of the shared expert, as model.layers.gated_mlp does."""
 
     def pack_rows(
         self,
@@ -60,7 +57,7 @@ class ExpertKernels(Protocol):
         seat_E: Tensor,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
-        """Choose and send the rows that each instance gets; see rows.pack_rows."""
+        """Choose and send the rows of each instance, as rows.pack_rows does."""
 
     def combine_sums(
         self,
@@ -71,7 +68,7 @@ class ExpertKernels(Protocol):
         counts: Sequence[int],
         regions: Sequence[Region | None],
     ) -> Tensor:
-        """Add what the experts returned to their rows; see rows.combine_sums."""
+        """Add the returned sums to their rows, as rows.combine_sums does."""
 
     def visit_experts(
         self,
@@ -83,14 +80,14 @@ class ExpertKernels(Protocol):
         answers: Sequence[Region],
         moe: MoeWeights,
     ) -> tuple[Tensor, list[int]]:
-        """Run the experts here on own and arrived rows; the contract is experts.visit_experts's."""
+        """Run the experts here on own and arrived rows, as experts.visit_experts does."""
 
     def experts_changed(self) -> None:
-        """Forget the addresses of experts: others are in their slots."""
+        """Forget the addresses of experts: the slots hold others now."""
 
 
 class ExpertExchange:
-    """The mixtures of one instance, a call for each part: see mixture.MixtureOfExperts."""
+    """The MoE layers of one instance, a call for each part: a mixture.MixtureOfExperts."""
 
     def __init__(
         self,
@@ -111,10 +108,9 @@ class ExpertExchange:
         home = home_table(model.num_experts, self._num_instances)
         self._seat_E = torch.tensor(home.seats, dtype=torch.int64)
         self.peers = [peer for peer in range(self._num_instances) if peer != self._instance]
-        """The other instances of the term."""
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Set the other instances of the term; see mixture.MixtureOfExperts.meet."""
+        """Set the other instances of the term."""
         self.peers = list(peers)
 
     def place_experts(self, table: ExpertTable) -> None:
@@ -125,7 +121,7 @@ class ExpertExchange:
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the mixture of normed_BX; see mixture.MixtureOfExperts.phases."""
+        """Return x_BX plus the MoE layer of normed_BX; a generator of the puts that it awaits."""
         moe, kernels = self._layers[layer].moe, self._kernels
         assert moe is not None, f"layer {layer} has no experts"
         self._exchange.moe_epoch += 1
@@ -145,11 +141,10 @@ class ExpertExchange:
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int
     ) -> Dispatched:
-        """Send the live rows to the instances that hold their experts.
+        """Send the live rows to the instances of their experts.
 
-        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool. epoch: number of
-        this use of the channel. Every peer gets a flag, also for zero rows (protocol.md, equal
-        epochs).
+        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool. epoch: this use of
+        the channel. Every peer gets a flag, also for zero rows (protocol.md, equal epochs).
         """
         regions: list[Region | None] = [
             self._exchange.outgoing(Channel.DISPATCH, peer, epoch) if peer in self.peers else None
@@ -163,13 +158,13 @@ class ExpertExchange:
         return Dispatched(epoch, x_BX, expert_BK, weight_BK, rows_NB, counts)
 
     def arrivals(self, dispatched: Dispatched) -> list[Awaited]:
-        """What `run_experts` awaits: the rows of every peer."""
+        """Return what `run_experts` awaits: the rows of every peer."""
         return [
             self._exchange.awaited(Channel.DISPATCH, peer, dispatched.epoch) for peer in self.peers
         ]
 
     def answers(self, dispatched: Dispatched) -> list[Awaited]:
-        """What `combine` awaits: the sums of every peer that rows went to."""
+        """Return what `combine` awaits: the sums of every peer that got rows."""
         return [
             self._exchange.awaited(Channel.COMBINE, peer, dispatched.epoch)
             for peer in self.peers
@@ -177,10 +172,10 @@ class ExpertExchange:
         ]
 
     def run_experts(self, dispatched: Dispatched, moe: MoeWeights) -> Tensor:
-        """Run the experts here on all rows that arrived, and send the peers' sums back.
+        """Run the experts here on all rows, and send the peers' sums back.
 
-        Returns the sums of the rows that stayed, [rows, X]. Raises what a wait of the exchange
-        raises: PeerLost or ExchangeTimeout.
+        Returns the sums of the rows that stayed, [rows, X]. Raises PeerLost or ExchangeTimeout, as
+        waits do.
         """
         epoch, exchange = dispatched.epoch, self._exchange
         arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self.peers]
@@ -199,10 +194,10 @@ class ExpertExchange:
     def combine(
         self, dispatched: Dispatched, own_sum: Tensor, x_BX: Tensor, shared_BX: Tensor | None
     ) -> Tensor:
-        """Return x_BX plus what the experts made of its rows, the shared expert included.
+        """Return x_BX plus its rows' experts, the shared expert included.
 
-        own_sum: what run_experts returned. shared_BX: the shared expert's output; None without one.
-        Raises as run_experts does.
+        own_sum: of run_experts. shared_BX: the shared expert's output, if any. Raises as
+        run_experts does.
         """
         sums = [
             self._exchange.wait(Channel.COMBINE, peer, dispatched.epoch)

@@ -1,9 +1,4 @@
-"""Which expert GEMMs and which dispatch this instance runs, chosen by name or `auto`, and why.
-
-Enters: names of the configuration, the instance's device and dtype, the model's shape. Leaves: a
-GEMM and sentences for the log, or a ValueError that names the obstacle. Does not know: how a
-backend computes.
-"""
+"""The choice of this instance's expert GEMM and dispatch, by name or `auto`, with the reason."""
 
 from __future__ import annotations
 
@@ -25,10 +20,9 @@ def expert_backend(
 ) -> tuple[GroupedGemm | None, str]:
     """Choose the experts' GEMM; return it, and a sentence that says which it is and why.
 
-    name: auto, loop, grouped_mm, triton or deep_gemm (nanocp/config/data_plane.py refuses anything
-    else). expected_rows: about how many rows an expert gets in a step of max_rows rows an instance.
-    The GEMM is None for the loop of moe/experts.py. Raises ValueError naming what the backend
-    cannot do here.
+    name: auto, loop, grouped_mm, triton or deep_gemm. expected_rows: about the rows of an expert in
+    a step of max_rows rows an instance. None stands for the loop of moe/experts.py. Raises
+    ValueError naming the obstacle.
     """
     is_gpu = device.type == "cuda"
     if name in ("auto", "loop") and not is_gpu:
@@ -61,10 +55,9 @@ def expert_backend(
 
 
 def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
-    """Decide whether layers that the checkpoint has in FP8 stay in FP8, and say why and which.
+    """Decide whether layers in FP8 stay in FP8, and say why and which.
 
-    dtype: the name of what all other weights are converted to. Returns (False, "") for a checkpoint
-    without FP8.
+    dtype: the name of the other weights' type. Returns (False, "") for a checkpoint without FP8.
     """
     if model.fp8_block is None:
         return False, ""
@@ -109,7 +102,7 @@ def dispatch_backend(
     """Choose the dispatch: a sentence that begins with its name and says why.
 
     name: one of DISPATCH_BACKENDS. max_rows: bound of an instance's batch. fused_obstacle: why no
-    mixture can be one call here, or empty. Raises ValueError naming what the backend cannot do.
+    MoE layer can be one call here, or empty. Raises ValueError naming the obstacle.
     """
     if name == "exchange":
         return "exchange, as configured"
@@ -144,10 +137,10 @@ def dispatch_backend(
 
 
 def moe_schedule(schedule: str, is_fused: bool, has_lanes: bool) -> MoeSchedule | None:
-    """What a fused mixture runs when; None if it is not fused.
+    """Return the order of work in a fused MoE layer; None if it is not fused.
 
     schedule: one of MOE_SCHEDULES. has_lanes: another lane computes while rows are awaited. Raises
-    ValueError for arrival if the mixture is not fused.
+    ValueError for `arrival` if it is not fused.
     """
     if schedule == "arrival" and not is_fused:
         raise ValueError(

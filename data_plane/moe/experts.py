@@ -1,10 +1,7 @@
 """The experts of one instance on the CPU: each row's weighted sum over its experts that are here.
 
-Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: what sent the
-rows. The GPU's sibling is grouped.py.
-
-Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is
-here, B rows of the batch of this instance.
+The GPU's sibling is grouped.py. Legend: T rows, X hidden, K experts a row, I expert width, M pairs
+of a row and an expert here, B rows of this instance's batch.
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ from data_plane.moe.rows import Region
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
     """Run the experts that are here: [T, X], each row's weighted sum over them.
 
-    expert_TK: global ids, int64; those that are elsewhere are passed over. weight_TK: fp32. It is
-    a loop over the experts that have rows: with packed weights it beats one grouped GEMM
-    (docs/log.md).
+    expert_TK: global ids, int64; others are passed over. weight_TK: fp32. With packed weights a
+    loop over the experts beats one grouped GEMM (docs/log.md).
     """
     local_TK = moe.slot_E[expert_TK]
     row_M, choice_M = (local_TK >= 0).nonzero(as_tuple=True)
@@ -58,9 +54,8 @@ def visit_experts(
 ) -> tuple[Tensor, list[int]]:
     """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
 
-    own: int64 indices. answers: for each region of `arrived`, its sender's COMBINE region; the
-    sums of its rows are written there. Returns (sums of own rows [own, X], number of rows in each
-    region).
+    own: int64 indices. answers: the COMBINE region to each sender of `arrived`, which gets the
+    sums. Returns (sums of own rows [own, X], number of rows in each region).
     """
     counts = [int(region["count"][0]) for region in arrived]
     own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}

@@ -1,7 +1,4 @@
-"""The gate: which experts a row visits, and with what weights.
-
-Enters: rows and the gate's weights. Leaves: expert ids and weights. Does not know: where experts
-are.
+"""The gate (router): the experts of each row, and their weights.
 
 Legend: B rows, X hidden, E experts, G groups, K experts a row.
 """
@@ -20,8 +17,8 @@ def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Te
     """Choose each row's experts: (global ids [B, K] int64, weights [B, K] fp32).
 
     Scores are sigmoids, or a softmax. The choice goes by score + bias: first groups (by the sum of
-    their best two experts; with softmax by their best), then experts in the chosen groups. The
-    weights are the plain scores, normalised and scaled as the model's configuration says.
+    their best two experts; with softmax by their best), then experts in them. Weights are the plain
+    scores, normalised and scaled as the model's configuration says.
     """
     logits_BE = F.linear(x_BX.float(), moe.gate)
     scores_BE = logits_BE.softmax(dim=-1) if config.softmax_gate else logits_BE.sigmoid()

@@ -1,9 +1,6 @@
-"""What a step asks of its mixtures of experts: one generator a layer, on a CPU and on a GPU.
+"""The interface of MoE layers for a step, on a CPU and on a GPU: one generator a layer.
 
-Enters: a layer's rows. Leaves: the rows with the mixture added. Does not know: what carries rows,
-what computes. all_to_all_cpu.py and all_to_all_gpu.py have the implementations.
-
-Legend: B rows, X hidden size.
+Implementations: all_to_all_cpu.py, all_to_all_gpu.py. Legend: B rows, X hidden size.
 """
 
 from __future__ import annotations
@@ -19,19 +16,18 @@ from nanocp.values.experts import ExpertTable
 
 
 class MoeSchedule(IntEnum):
-    """What an instance on a CPU runs when: Schedule of native/peers.h. Outputs are the same."""
+    """The order of a CPU's work in a MoE layer: Schedule of native/peers.h. Outputs are the same."""
 
     BARRIER = 0
-    """The shared expert, then, once the rows of all instances are here, all experts."""
+    """The shared expert first; all experts once the rows of all instances are here."""
     ORDERED = 1
-    """Once all rows are here, first what other instances wait for; own rows and the shared expert
-    fill waits."""
+    """Once all rows are here, first the peers' rows; own rows and the shared expert fill waits."""
     ARRIVAL = 2
-    """ORDERED, and while rows are awaited, experts begin that will have ended by then."""
+    """ORDERED, but experts that will end in time run while rows are awaited."""
 
 
 class Mixtures(Protocol):
-    """The mixtures of every MoE layer of an instance, in the terms of a cluster."""
+    """All MoE layers of an instance, in the terms of a cluster."""
 
     def meet(self, peers: Sequence[int]) -> None:
         """Set the other instances of the term, before its first step."""
@@ -44,26 +40,25 @@ class Mixtures(Protocol):
 
 
 class MixtureOfExperts(Mixtures, Protocol):
-    """The mixtures of an instance on a CPU."""
+    """The MoE layers of an instance on a CPU."""
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the mixture of layer number `layer` of normed_BX; x_BX is not changed.
+        """Return x_BX plus MoE layer number `layer` of normed_BX; x_BX is not changed.
 
-        live_B: bool; no expert gets a row that is not live. It yields before each wait for peers
-        the put that it awaits. Instances that take turns in one thread change turns there. A wait
-        raises what the exchange raises.
+        live_B: bool; only live rows visit experts. Before each wait it yields the awaited put, so
+        instances in one thread can take turns. A wait raises what the exchange raises.
         """
 
 
 class NormedMixture(Mixtures, Protocol):
-    """The mixtures of an instance on a GPU, with the norm behind each."""
+    """The MoE layers of an instance on a GPU, with the norm behind each."""
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X).
+        """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X).
 
-        The rest is as MixtureOfExperts.phases says, but that a failed wait is an error word.
+        Arguments and yields are as of MixtureOfExperts.phases; a failed wait is an error word.
         """

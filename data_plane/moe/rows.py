@@ -1,10 +1,7 @@
-"""Rows on their way to experts and back: out of a batch into regions, and their sums home.
+"""Rows on their way to experts and back: from a batch into regions, and their sums home.
 
-Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs, flags, what
-experts compute. Plain torch: it runs on every CPU, and is the slow reference of data_plane/native.
-The GPU's sibling is gpu/rows.py.
-
-Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
+Plain torch: the slow reference of data_plane/native, for every CPU. The GPU's sibling is
+gpu/rows.py. Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 Region = Mapping[str, Tensor]
-"""The fields of one region: of DISPATCH (count, expert, weight, hidden) or of COMBINE (hidden)."""
+"""Fields of a region: of DISPATCH (count, expert, weight, hidden) or of COMBINE (hidden)."""
 
 
 def pack_rows(
@@ -29,7 +26,7 @@ def pack_rows(
     """Find each instance's rows, the live ones that have an expert there: ([N, B] int64, counts).
 
     Rows ascend. seat_E: int64, the instance of each expert. regions: each instance's DISPATCH
-    region, where its rows and their number are written; None where rows are written nowhere.
+    region for its rows and their number; None: nothing is written.
     """
     owner_BK = seat_E[expert_BK]
     rows_NB, counts = torch.empty(len(regions), len(x_BX), dtype=torch.int64), []
@@ -54,11 +51,11 @@ def combine_sums(
     counts: Sequence[int],
     regions: Sequence[Region | None],
 ) -> Tensor:
-    """Return x_BX plus what the experts made of its rows: shared_BX, and each instance's sums.
+    """Return x_BX plus its rows' experts: shared_BX, and each instance's sums.
 
-    rows_NB, counts: as pack_rows gives them. regions: each instance's COMBINE region; None for this
-    instance, whose sums are `own_sum`, and for one that got no rows. Instances are added in
-    ascending order, so that a row's sum does not depend on which was fast.
+    rows_NB, counts: of pack_rows. regions: each instance's COMBINE region; None for this instance,
+    whose sums are `own_sum`, and for one without rows. The order of the sum is by instance, whoever
+    was fast.
     """
     y_BX = torch.zeros_like(x_BX)
     for rows, count, region in zip(rows_NB, counts, regions, strict=True):

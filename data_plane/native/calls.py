@@ -1,11 +1,7 @@
 """The C interface of the compiled kernels: every function's arguments, and a layer's fields.
 
-Enters: the loaded library and a dtype. Leaves: its functions, ready to be called. Does not know:
-weights, tensors' shapes.
-
-The signatures repeat kernels.cpp, which explains each argument. Callers pass arguments by place:
-ctypes knows no names, and every microsecond between two calls counts (docs/decisions/0014,
-benchmarks/cpu/decode_cpu.py).
+The signatures repeat kernels.cpp, which explains each argument. Arguments go by place: ctypes knows
+no names, and microseconds between calls count (docs/decisions/0014, benchmarks/cpu/decode_cpu.py).
 """
 
 from __future__ import annotations
@@ -67,7 +63,7 @@ _RESULTS = {
 
 
 class LayerFields(ctypes.Structure):
-    """What the kernels read of a layer: struct Layer of kernels.cpp."""
+    """A layer's fields for the kernels: struct Layer of kernels.cpp."""
 
     _fields_ = [
         *(
@@ -84,7 +80,7 @@ class LayerFields(ctypes.Structure):
 
 
 class HeadsFields(ctypes.Structure):
-    """What the kernels read of a layer's K/V heads: struct Heads of heads.h."""
+    """Fields of a layer's K/V heads: struct Heads of heads.h."""
 
     _fields_ = [
         *(
@@ -98,7 +94,7 @@ class HeadsFields(ctypes.Structure):
 
 
 class DeltaFields(ctypes.Structure):
-    """What the kernels read of a linear attention layer: struct Delta of delta.h."""
+    """Fields of a linear attention layer: struct Delta of delta.h."""
 
     _fields_ = [
         *((name, POINTER) for name in ("conv", "norm", "rate", "bias")),
@@ -113,7 +109,7 @@ class DeltaFields(ctypes.Structure):
 
 
 class MixtureFields(ctypes.Structure):
-    """What the kernels read of a layer's mixture of experts: struct MixtureLayer of mixture.h."""
+    """Fields of a layer's MoE part: struct MixtureLayer of mixture.h."""
 
     _fields_ = [
         *(
@@ -160,7 +156,7 @@ _ON_PROCESSORS = (
     "attention",
     "delta",
 )
-"""Functions whose first argument, before their signature, is what they run on."""
+"""Functions with the processors as first argument, before their signature."""
 
 
 _FORMS = {
@@ -173,10 +169,10 @@ _FORMS = {
 def calls_of(
     library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype, processors: int
 ) -> SimpleNamespace:
-    """The library's functions for rows and packed weights, by the names of kernels.cpp.
+    """Return the library's functions for rows and packed weights, by the names of kernels.cpp.
 
     dtype, weight_dtype: float32 or bfloat16; weights are no wider than rows, and for AMX no
-    narrower. processors: the address of those that the functions run on.
+    narrower. processors: their address.
     """
     calls, form = SimpleNamespace(), _FORMS[dtype, weight_dtype]
     for name, arguments in _SIGNATURES.items():

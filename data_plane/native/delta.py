@@ -1,7 +1,6 @@
 """Decode steps of linear attention layers in compiled code.
 
-Enters: normed hidden rows, states, weights packed by packing.py. Leaves: heads' outputs. Does not
-know: which row has which frame, steps. The slow reference is kv/carry_pool.py, whose legend holds.
+The slow reference is kv/carry_pool.py, whose legend holds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from data_plane.native.calls import DeltaFields
 
 
 class NativeDelta:
-    """Runs tokens of rows through their states."""
+    """Runs tokens of rows through their recurrent states."""
 
     def __init__(self, calls: SimpleNamespace) -> None:
         self._calls = calls
@@ -29,7 +28,7 @@ class NativeDelta:
     def linear_attention(
         self, carry: CarryPool, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights
     ) -> Tensor:
-        """Run one token of each row; see CarryPool.step, which other depths and widths have."""
+        """Run one token of each row, or call CarryPool.step for other depths and widths."""
         config = carry.config
         if carry.depth != 1 or config.value_dim % 16:
             return carry.step(layer, rows, x_BX, weights)

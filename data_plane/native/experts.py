@@ -1,11 +1,7 @@
 """The gate, the experts and the rows on their way to them in compiled code.
 
-Enters: rows, regions of the exchange, weights packed by packing.py. Leaves: rows. Does not know:
-epochs, flags, layers.
-
-Each method computes what the function of the same name in moe/gate.py, moe/experts.py or
-moe/rows.py computes; those are the slow references, and their legends hold here. Between two calls
-Python does as little as possible: docs/decisions/0014.
+The slow references, with the legends, are the functions of the same name in moe/gate.py,
+moe/experts.py and moe/rows.py. Python does little between two calls: docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -24,11 +20,11 @@ from data_plane.native.calls import LONG, POINTER
 from data_plane.native.packing import packed_address
 
 _NOWHERE = (None,) * 7
-"""A region that is not there."""
+"""An absent region."""
 
 
 def region_places(region: Region) -> list[int | None]:
-    """Where a region's count, expert ids, weights and hidden rows are, as rows.h declares it."""
+    """Return the addresses of a region's count, expert ids, weights and hidden rows (rows.h)."""
     places = [region["count"].data_ptr() if "count" in region else None]
     for rows in map(region.get, ("expert", "weight", "hidden")):
         places += (None, None) if rows is None else (rows.data_ptr(), rows.stride(0))
@@ -36,7 +32,7 @@ def region_places(region: Region) -> list[int | None]:
 
 
 class _Experts(NamedTuple):
-    """The addresses of the packed weights of all experts of a layer that are here."""
+    """The addresses of the packed weights of a layer's experts here."""
 
     gate_up: Any
     down: Any
@@ -45,7 +41,7 @@ class _Experts(NamedTuple):
 
 
 class NativeExpertKernels:
-    """Runs experts and moves their rows; see moe.all_to_all_cpu.ExpertKernels."""
+    """Runs experts and moves their rows; an all_to_all_cpu.ExpertKernels."""
 
     def __init__(self, calls: SimpleNamespace) -> None:
         self._calls = calls
@@ -55,7 +51,7 @@ class NativeExpertKernels:
         self._known_regions: dict[int, tuple[Region, list[int | None]]] = {}
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """The experts [B, K] of each row and their weights [B, K]; see moe.gate.gate."""
+        """Return the experts [B, K] of each row and their weights [B, K], as moe.gate.gate does."""
         x_BX = x_BX.contiguous()
         rows, size = x_BX.shape
         expert_BK = torch.empty(rows, config.num_experts_per_token, dtype=torch.int64)
@@ -88,10 +84,7 @@ class NativeExpertKernels:
         answers: Sequence[Region],
         moe: MoeWeights,
     ) -> tuple[Tensor, list[int]]:
-        """Run the experts here on own and arrived rows; see moe.experts.visit_experts.
-
-        Rows are read where they are, and the sums of arrived rows written where they go.
-        """
+        """Run the experts on own and arrived rows, read and written in place."""
         own, x_BX = own.contiguous(), x_BX.contiguous()
         expert_BK, weight_BK = expert_BK.contiguous(), weight_BK.contiguous()
         num_own, size, counts = own.shape[0], x_BX.shape[1], (LONG * len(arrived))()
@@ -120,7 +113,7 @@ class NativeExpertKernels:
         return own_sum, list(counts)
 
     def addresses_of_experts(self, moe: MoeWeights) -> _Experts:
-        """The addresses of a layer's experts, looked up once."""
+        """Return the addresses of a layer's experts, looked up once."""
         known = self._experts.get(id(moe))
         if known is None:
             array = POINTER * len(moe.mlps)
@@ -133,11 +126,11 @@ class NativeExpertKernels:
         return known[1]
 
     def experts_changed(self) -> None:
-        """Forget the addresses of experts: others are in their slots."""
+        """Forget the addresses of experts: the slots hold others now."""
         self._experts.clear()
 
     def forget_experts(self, moe: MoeWeights) -> None:
-        """Keep nothing of this layer's experts: they are given up."""
+        """Forget this layer's experts: they are given up."""
         self._experts.pop(id(moe), None)
 
     def pack_rows(
@@ -149,7 +142,7 @@ class NativeExpertKernels:
         seat_E: Tensor,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
-        """Write rows into the regions of their experts' instances; see moe.rows.pack_rows."""
+        """Write rows into the regions of their experts' instances, as moe.rows.pack_rows does."""
         x_BX, expert_BK, weight_BK = (
             x_BX.contiguous(),
             expert_BK.contiguous(),
@@ -182,10 +175,7 @@ class NativeExpertKernels:
         counts: Sequence[int],
         regions: Sequence[Region | None],
     ) -> Tensor:
-        """Add to each row what its experts returned; see moe.rows.combine_sums.
-
-        A bf16 sum is rounded once.
-        """
+        """Add the experts' sums to each row, as moe.rows.combine_sums does; bf16 is rounded once."""
         (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
         x_BX = x_BX.contiguous()
         out_BX = torch.empty_like(x_BX)
@@ -204,7 +194,6 @@ class NativeExpertKernels:
         return out_BX
 
     def _regions(self, regions: Sequence[Region | None]) -> Any:
-        """The addresses of the regions, as rows.h declares them."""
         places: list[int | None] = []
         for region in regions:
             known = self._known_regions.get(id(region))

@@ -1,7 +1,4 @@
-"""What the compiled kernels read of a layer whose attention has K/V heads.
-
-Enters: a layer, its weights packed by packing.py. Leaves: fields. Does not know: rows, calls.
-"""
+"""Fields of a layer with K/V heads for the compiled kernels."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The arithmetic of a layer in compiled code, on the processors of an instance.
 
-Enters: rows, weights packed by packing.py. Leaves: rows. Does not know: the exchange, steps, plans.
-
-Each method computes what the function of the same name in model/layers.py computes; those are the
-slow references, and their legend holds here. Between two calls Python does as little as possible,
-and asks for no len of a tensor, which runs Python code: docs/decisions/0014.
+The slow references, with the legend, are the functions of the same name in model/layers.py. Python
+does little between two calls, and never takes len of a tensor, which runs Python code:
+docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from data_plane.native.processors import Processors
 
 
 class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
-    """The compiled kernels of one dtype; see step.cpu_kernels.Kernels.
+    """The compiled kernels of one dtype; a step.cpu_kernels.Kernels.
 
     Raises NativeUnavailable if this machine has none for the dtype.
     """
@@ -47,7 +45,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
     ) -> None:
         """Load the kernels. instructions: amx, avx512 or avx2; if empty, the fastest here.
 
-        keeps_bf16: weights are bf16 also where rows are fp32; see model.linear.Packing.
+        keeps_bf16: weights stay bf16 where rows are fp32 (model.linear.Packing).
         """
         library, self.instructions = native_library(dtype == torch.bfloat16, instructions)
         processors = Processors(library, num_processors)
@@ -70,10 +68,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         rope: RopeTable,
         config: ModelConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the wire carries, new KV and queries of rows; see layers.attention_rows.
-
-        The rope table must reach every position.
-        """
+        """Project hidden rows; the rope table must reach every position."""
         kind, x_BX, rows = config.attention, x_BX.contiguous(), x_BX.shape[0]
         if isinstance(kind, GqaConfig):
             call, fields = self._calls.heads_rows, self._heads_of(layer, rope, config)
@@ -105,10 +100,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         rope: RopeTable,
         config: ModelConfig,
     ) -> Tensor:
-        """Queries [B, H, D] of what the wire carries; see layers.attention_queries.
-
-        The rope table must reach every position.
-        """
+        """Make queries [B, H, D]; the rope table must reach every position."""
         kind, wire_q_BC, rows = config.attention, wire_q_BC.contiguous(), wire_q_BC.shape[0]
         if isinstance(kind, GqaConfig):
             call, fields = self._calls.heads_queries, self._heads_of(layer, rope, config)
@@ -131,7 +123,6 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
     def after_attention(
         self, x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
     ) -> tuple[Tensor, Tensor]:
-        """Rows with attention added, and those rows normed; see layers.after_attention."""
         x_BX, o_BHV = x_BX.contiguous(), o_BHV.contiguous()
         sum_BX, normed_BX = torch.empty_like(x_BX), torch.empty_like(x_BX)
         self._calls.after_attention(
@@ -145,14 +136,12 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         return sum_BX, normed_BX
 
     def append(self, slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
-        """Write one token of each row to its slot of a layer's frames; see layers.append."""
         kv_BW = kv_BW.contiguous()
         self._calls.append(slots_SW.data_ptr(), slot_B.data_ptr(), kv_BW.data_ptr(), *kv_BW.shape)
 
     def finish_attention(
         self, partial_BHO: Tensor, layer: LayerWeights, config: ModelConfig
     ) -> Tensor:
-        """Values [B, H, V] of partial outputs; see layers.finish_attention."""
         if isinstance(config.attention, GqaConfig):
             return partial_BHO.to(self._dtype)
         partial_BHO = partial_BHO.to(self._dtype).contiguous()
@@ -171,7 +160,6 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         return o_BHV
 
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
-        """down(silu(gate) * up) of rows; see layers.gated_mlp."""
         gate_up, down = packed_address(mlp.gate_up), packed_address(mlp.down)
         x_BX = x_BX.contiguous()
         out = torch.empty_like(x_BX)
@@ -182,10 +170,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         return out
 
     def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
-        """Logits [B, vocabulary] fp32 of hidden rows; see layers.logits.
-
-        The logits of a bf16 model are not rounded to bf16.
-        """
+        """Score hidden rows: [B, vocabulary] fp32; logits of a bf16 model are not rounded to bf16."""
         x_BX, (rows, size) = x_BX.contiguous(), x_BX.shape
         out = torch.empty(rows, config.vocab_size)
         self._calls.logits(
@@ -202,7 +187,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         return out
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """The compiled attention; None if the model's widths are not multiples of 32."""
+        """Return the compiled attention; None if the model's widths are not multiples of 32."""
         kind = config.attention
         if isinstance(kind, GqaConfig):
             if kind.head_dim % 32:
@@ -215,7 +200,6 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         return NativeAttention(self.attention_call, kind.kv_lora_rank)
 
     def forget(self, layer: LayerWeights) -> None:
-        """Keep nothing of this layer's weights: they are given up."""
         self._layers.pop(id(layer), None)
         self._heads.pop(id(layer), None)
         self._deltas.pop(id(layer.attention), None)

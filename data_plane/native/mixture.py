@@ -1,10 +1,7 @@
-"""Mixtures of experts in one native call a layer, on all processors of an instance.
+"""MoE layers in one native call each, on all processors of an instance.
 
-Enters: rows, the exchange, packed weights. Leaves: rows with the mixture added. Does not know:
-attention, steps. The call returns when it lacks something; waiting is the exchange's, so that every
-wait has its limit and its words. mixture.h says how. The slow reference is moe/all_to_all_cpu.py.
-
-Legend: B rows, X hidden size.
+The call returns when it lacks something, and the exchange waits, so every wait has its limit
+(mixture.h). The slow reference is moe/all_to_all_cpu.py. Legend: B rows, X hidden size.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ _CHANNEL_OF = {
 
 
 class NativeMixtures:
-    """The mixtures of one instance, a native call for each: see moe.mixture.MixtureOfExperts."""
+    """The MoE layers of one instance, a native call each; a mixture.MixtureOfExperts."""
 
     def __init__(
         self,
@@ -54,8 +51,7 @@ class NativeMixtures:
     ) -> None:
         """max_rows: bound of every instance's batch.
 
-        probe: called when a phase begins; the gate and the
-        shared expert count as experts here.
+        probe: called when a phase begins; gate and shared expert count as experts.
         """
         self._exchange, self._model, self._layers = exchange, model, layers
         self._kernels, self._probe, self._schedule = kernels, probe, schedule
@@ -79,12 +75,12 @@ class NativeMixtures:
         self.place_experts(home_table(model.num_experts, self._num_instances))
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Set the other instances of the term; see moe.mixture.MixtureOfExperts.meet."""
+        """Set the other instances of the term."""
         self._present = list(peers)
         self._begun = None
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert; see moe.mixture.MixtureOfExperts.place_experts."""
+        """Set the instance of each expert."""
         self._seat_E = torch.tensor(table.seats, dtype=torch.int64)
         self._kernels.experts_changed()
         self._fields.clear()
@@ -92,7 +88,7 @@ class NativeMixtures:
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the mixture of normed_BX; see moe.mixture.MixtureOfExperts.phases."""
+        """Return x_BX plus the MoE layer of normed_BX; a generator of the puts that it awaits."""
         exchange = self._exchange
         exchange.moe_epoch += 1
         epoch = exchange.moe_epoch
@@ -131,7 +127,6 @@ class NativeMixtures:
         return out_BX
 
     def _serve(self, ended: int, epoch: int) -> Iterator[Awaited]:
-        """Put or wait, as the call asks."""
         exchange = self._exchange
         if ended == _WRONG_COUNT:
             peer, count = self._awaited[0], self._counts[0]
@@ -157,13 +152,13 @@ class NativeMixtures:
                 self._told[int(channel is Channel.COMBINE), epoch & 1, put.source] = epoch + 1
 
     def _begin_term(self) -> None:
-        """Take the addresses of the regions, which are others in every term."""
+        """Take the addresses of the regions, which change with the term."""
         self._begun = self._exchange.exchange
         self._told.zero_()
         self._peers = tuple(self._addresses(parity) for parity in (0, 1))
 
     def _addresses(self, parity: int) -> Any:
-        """struct Peer of mixture.h for every instance; nulls for this one and absent ones."""
+        """Return struct Peer of mixture.h for every instance; nulls for this one and absent ones."""
         exchange, addresses = self._exchange, list[int | None]()
         for peer in range(self._num_instances):
             if peer not in self._present:

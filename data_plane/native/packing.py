@@ -1,8 +1,4 @@
-"""Weights in the layout of the compiled kernels, side by side in huge pages.
-
-Enters: weights as a checkpoint stores them. Leaves: packed weights, which only the compiled kernels
-can read. Does not know: layers, rows.
-"""
+"""Weights in the layout of the compiled kernels, side by side in huge pages."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ class NativeLinear:
         self.packed = packed
         """[bytes] uint8: W in the kernels' layout."""
         self.shape = shape
-        """The shape of W, (out, in)."""
+        """(out, in) of W."""
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
@@ -58,7 +54,7 @@ def packed_address(layer: Any) -> int:
 
 
 class NativePacking:
-    """Packs weights for the kernels of one dtype; see model.linear.Packing."""
+    """Packs weights for the kernels of one dtype; a model.linear.Packing."""
 
     keeps_fp8 = False
     """FP8 weights are converted: the kernels have no FP8 arithmetic."""
@@ -70,10 +66,10 @@ class NativePacking:
         """dtype: of rows. keeps_bf16: pack weights of bf16 where rows are fp32."""
         self._dtype = dtype
         self.keeps_bf16 = keeps_bf16 and dtype == torch.float32
-        """Whether matrices but gates' are kept in bf16 where rows are fp32."""
+        """True if all matrices but gates' stay bf16 while rows are fp32."""
         self._weight_dtype = torch.bfloat16 if keeps_bf16 else dtype
         self.processors = processors
-        """The threads that the kernels run on, the caller's among them."""
+        """The threads of the kernels, the caller's included."""
         self._calls = calls_of(library, dtype, self._weight_dtype, processors.address)
         self._fp32_calls = calls_of(library, torch.float32, torch.float32, processors.address)
         self._arenas = _Arenas()
@@ -104,14 +100,13 @@ class NativePacking:
 
 
 class _Arenas:
-    """Memory of huge pages for weights: reading all of them takes a sixth less (docs/log.md)."""
+    """Memory of huge pages for weights: reading them takes a sixth less time (docs/log.md)."""
 
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def empty(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, aligned to a cache line."""
         if self._used + num_bytes > len(self._arena):
             memory = huge_pages(max(num_bytes, _ARENA_BYTES))
             self._arena, self._used = torch.from_numpy(memory), 0

@@ -1,7 +1,4 @@
-"""The processors of an instance: the thread that calls native kernels, and threads beside it.
-
-Enters: how many. Leaves: the address that native calls take. Does not know: tasks (processors.h).
-"""
+"""The processors of an instance: the thread that calls native kernels, and threads beside it."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ class Processors:
     """Native threads that run tasks with the calling thread; they end with the object."""
 
     def __init__(self, library: ctypes.CDLL, count: int) -> None:
-        """count: with the calling thread."""
+        """count: includes the calling thread."""
         start, end = library.nanocp_start_processors, library.nanocp_end_processors
         start.argtypes, start.restype = (ctypes.c_long,), ctypes.c_void_p
         end.argtypes, end.restype = (ctypes.c_void_p,), None
         self.count = count
         self.address: int = start(count)
-        """struct Processors of processors.h."""
+        """Address of struct Processors (processors.h)."""
         weakref.finalize(self, end, self.address)

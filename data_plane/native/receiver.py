@@ -1,7 +1,6 @@
 """The compiled receiver of puts by TCP: no interpreter lock while it waits, copies and wakes.
 
-Enters: the connection of a writer, the memory that it may write. Leaves: as
-tcp/receiver.py, whose Receiver this is. Does not know: segments.
+The slow reference, with the interface, is tcp/receiver.py.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from data_plane.transport.tcp.receiver import Receiver, announced_ms, receive_in
 logger = logging.getLogger(__name__)
 
 _CLOSED = -1
-"""What the call returns at the end of the stream; 0 if a header is no put, else an errno."""
+"""Result at the end of the stream; 0 if a header is no put, else an errno."""
 
 
 def receive_puts(connection: socket.socket, memory: mmap.mmap, data_offset: int) -> int:
     """Receive as fast as this machine can; a Receiver.
 
-    It is compiled when the first peer comes by TCP, so that members without such peers compile
-    nothing.
+    It is compiled when the first peer comes by TCP.
     """
     return fastest_receiver()(connection, memory, data_offset)
 
 
 @functools.cache
 def fastest_receiver() -> Receiver:
-    """The compiled receiver, or the one in Python where this machine cannot compile it."""
+    """Return the compiled receiver, or the one in Python where this machine cannot compile it."""
     try:
         return native_receiver()
     except NativeUnavailable as reason:
@@ -44,7 +42,7 @@ def fastest_receiver() -> Receiver:
 
 
 def native_receiver() -> Receiver:
-    """The compiled receiver. Raises NativeUnavailable if this machine cannot compile it."""
+    """Return the compiled receiver. Raises NativeUnavailable if this machine cannot compile it."""
     call = receiver_library().nanocp_receive_puts
     pointer, u64 = ctypes.c_void_p, ctypes.c_uint64
     call.restype, call.argtypes = ctypes.c_int, (ctypes.c_int, pointer, u64, u64, pointer, u64)

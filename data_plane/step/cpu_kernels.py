@@ -1,8 +1,4 @@
-"""Which kernels an instance on the CPU runs, and why: torch's or compiled ones.
-
-Enters: a name of the configuration, a dtype, threads. Leaves: the kernels and a sentence. Does not
-know: steps.
-"""
+"""The choice of an instance's CPU kernels, torch's or compiled ones, with the reason."""
 
 from __future__ import annotations
 
@@ -38,9 +34,9 @@ from nanocp.config.data_plane import CPU_KERNELS
 
 
 class Kernels(Packing, ExpertKernels, Protocol):
-    """How weights are packed, and a layer's arithmetic on weights that were packed so.
+    """A packing of weights, and a layer's arithmetic on such weights.
 
-    The contract of each call is that of the torch function of the same name.
+    Each call does what the torch function of its name does. Rope tables must reach every position.
     """
 
     def attention_rows(
@@ -51,10 +47,7 @@ class Kernels(Packing, ExpertKernels, Protocol):
         rope: RopeTable,
         config: ModelConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden rows to (wire_q [B, C], new KV [B, W], queries [B, H, D]).
-
-        The rope table must reach every position.
-        """
+        """Project hidden rows to (wire_q [B, C], new KV [B, W], queries [B, H, D])."""
 
     def attention_queries(
         self,
@@ -64,10 +57,7 @@ class Kernels(Packing, ExpertKernels, Protocol):
         rope: RopeTable,
         config: ModelConfig,
     ) -> Tensor:
-        """Make queries [B, H, D] of what the wire carries.
-
-        The rope table must reach every position.
-        """
+        """Make queries [B, H, D] from wire_q."""
 
     def append(self, slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
         """Write one token of each row to its slot, slot_B = frame * 64 + offset."""
@@ -85,20 +75,20 @@ class Kernels(Packing, ExpertKernels, Protocol):
     def linear_attention(
         self, carry: CarryPool, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights
     ) -> Tensor:
-        """Run one token of each row through its state; the contract is that of CarryPool.step."""
+        """Run one token of each row through its recurrent state, as CarryPool.step does."""
 
     def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
         """Score the vocabulary for hidden rows: [B, vocabulary] fp32."""
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """The attention that comes with these kernels, if they have one for the model's widths."""
+        """Return the attention of these kernels, if they have one for the model's widths."""
 
     def forget(self, layer: LayerWeights) -> None:
-        """Keep nothing of this layer's weights: they are given up."""
+        """Forget this layer's weights: they are given up."""
 
 
 class Arithmetic(NamedTuple):
-    """What a layer computes, and what computes it."""
+    """A layer's kind, and its kernels."""
 
     model: ModelConfig
     kernels: Kernels
@@ -125,7 +115,7 @@ class TorchKernels(TorchPacking):
         """Do nothing: torch keeps no addresses."""
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """None: torch's attention is no part of these kernels."""
+        """Return None: torch's attention is no part of these kernels."""
         return None
 
     def forget(self, layer: LayerWeights) -> None:
@@ -135,11 +125,11 @@ class TorchKernels(TorchPacking):
 def cpu_kernels(
     name: str, dtype: torch.dtype, num_threads: int, keeps_bf16: bool = False
 ) -> tuple[Kernels, str]:
-    """The kernels, and a sentence why. name: one of CPU_KERNELS, as config.py has checked.
+    """Return the kernels, and a sentence why. name: one of CPU_KERNELS.
 
-    num_threads: of the instance. keeps_bf16: whether native kernels keep bf16 weights; torch's
-    widen them. Raises ValueError if native kernels are asked for and unavailable, or if this
-    process may not run on as many cores as it has threads.
+    num_threads: of the instance. keeps_bf16: native kernels keep bf16 weights; torch's widen them.
+    Raises ValueError if native kernels are asked for and unavailable, or if this process may run on
+    fewer cores than it has threads.
     """
     assert name in CPU_KERNELS, name
     if name == "torch":
@@ -164,7 +154,7 @@ def cpu_kernels(
 
 
 def fused_obstacle(kernels: Kernels) -> str:
-    """Why a mixture cannot be one call here; empty if it can."""
+    """Return why a MoE layer cannot be one call here; empty if it can."""
     if isinstance(kernels, NativeKernels):
         return ""
     return "it needs native kernels, and this instance runs torch's"
@@ -179,9 +169,9 @@ def cpu_mixtures(
     max_rows: int,
     probe: Probe = no_probe,
 ) -> MixtureOfExperts:
-    """The mixtures of an instance: each in one native call, or in a call for each part.
+    """Return the MoE layers of an instance: each in one native call, or in a call for each part.
 
-    schedule: what runs when in one call; None for the parts.
+    schedule: the order of work in one call; None for the parts.
     """
     if schedule is None:
         return ExpertExchange(exchange, model, weights.layers, kernels, probe)

@@ -1,8 +1,6 @@
-"""One decode step of one instance on a GPU, captured for every bucket (5.1, Figure 10).
+"""One decode step of one instance on a GPU, captured for every bucket, without the host.
 
-Enters: a context of the GPU's pool, weights, frames, the GPU's exchange. Leaves: logits, and KV in
-the frames. Does not know: requests, plans, sampling, time. The host takes no part in a step. The
-slow reference is CpuStep (step/cpu.py).
+The slow reference is CpuStep (step/cpu.py). (The paper's section 5.1, Figure 10.)
 
 Legend: B rows, A received attention rows, H heads, C width of `wire_q`, W width of KV, D width of a
 query, O width of a partial, V value width, X hidden size, N instances.
@@ -41,10 +39,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class GpuStep:
-    """Runs steps on a GPU.
-
-    Everything that they read and write keeps its address, so that they can be captured.
-    """
+    """Runs steps on a GPU; all their memory keeps its address, so they can be captured."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class GpuStep:
         self.mixture = mixture
         """None if the model has no experts."""
         self.check_mixture: Callable[[], None] = lambda: None
-        """Raises what ended a wait of a mixture that the exchange does not know of."""
+        """Raises the error of a MoE layer's wait that the exchange does not know."""
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
         dtype, device = embedding.dtype, embedding.device
@@ -84,16 +79,17 @@ class GpuStep:
         }
         self._rows = attention_rows(model, self._weights.rope, frames)
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size, dtype=dtype, device=device)
-        """Logits of the last step, or of the drafting behind it, in its first num_rows rows:
-        [max_rows, vocabulary] in the dtype of rows."""
+        """[max_rows, vocabulary] in the dtype of rows: logits of the last step or its drafting, in
+        its first num_rows rows.
+        """
         mtp_size = model.hidden_size if self._weights.mtp else 0
         self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=dtype, device=device)
-        """What the MTP layer takes beside the next tokens: rows after the model's last norm."""
+        """The MTP layer's input beside the next tokens: rows after the model's last norm."""
         self._drafted = torch.zeros_like(self.hidden)
         self._ids = torch.zeros(
             PAGE_SIZE, bounds.max_rows if mtp_size else 0, dtype=torch.int64, device=device
         )
-        """The highest logits of the last step, then of each turn: a row has less than a page."""
+        """The highest logits of the last step, then of each turn: a row has fewer than a page."""
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._last, self._after = self._ids.new_zeros(2, bounds.max_rows)
 
@@ -109,10 +105,7 @@ class GpuStep:
 
     @torch.inference_mode()
     def phases(self, context: GpuContext) -> Iterator[None]:
-        """The step, in parts: it yields before each wait for its peers.
-
-        Instances that take turns in one thread change turns there.
-        """
+        """Run the step in parts: yield before each wait, so instances in one thread can take turns."""
         self._pool.run_adopt()
         weights, num_layers = self._weights, self._model.num_layers
         x_BX, normed_BX = embed_norm(
@@ -130,7 +123,7 @@ class GpuStep:
 
     @torch.inference_mode()
     def draft_phases(self, context: GpuContext) -> Iterator[None]:
-        """The MTP layer over `hidden` and the pool's tokens, in parts; see `phases`."""
+        """Run the MTP layer over `hidden` and the pool's tokens, in parts as `phases` does."""
         mtp, first = self._weights.mtp, self._model.num_layers
         assert mtp is not None
         num_rows = context.bucket.num_rows
@@ -173,7 +166,6 @@ class GpuStep:
         )
 
     def _score(self, normed_BX: Tensor) -> None:
-        """Write the logits of rows that are normed for the head."""
         head = self._weights.lm_head
         assert isinstance(head, PlainLinear), "a head is not in FP8"
         torch.mm(normed_BX, head.weight.t(), out=self.logits[: len(normed_BX)])
@@ -181,7 +173,7 @@ class GpuStep:
     def _layers(
         self, context: GpuContext, x_BX: Tensor, normed_BX: Tensor, layers: range, norm_X: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Run layers one after the other over hidden rows: (the rows, the rows normed by norm_X).
+        """Run layers over hidden rows: (the rows, the rows normed by norm_X).
 
         normed_BX: the rows, normed for the first layer. A norm is computed with the sum before it.
         """
@@ -230,48 +222,45 @@ class GpuStep:
         return x_BX, normed_BX
 
     def logits_of(self, rows: list[int]) -> Tensor:
-        """The last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
+        """Return the last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
         return self.logits[self._index(rows)].float()
 
     def draft_logits_of(self, rows: list[int]) -> Tensor:
-        """Logits of the MTP layer's rows: [rows, vocabulary] fp32, on the GPU."""
+        """Return logits of the MTP layer's rows: [rows, vocabulary] fp32, on the GPU."""
         return self.logits_of(rows)
 
     def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
-        """The token of the highest logit of each step row: of the step, then of each turn.
+        """Return the token of the highest logit of each step row: of the step, then of each turn.
 
-        Right as long as the host set up no turn.
+        It holds while the host set up no turn.
         """
         ids: list[list[int]] = self._ids[: 1 + num_turns, :num_rows].tolist()
         return ids
 
     def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
-        """The next turn of these MTP rows takes them at these places."""
+        """Put these MTP rows at these places in the next turn."""
         self.hidden[self._index(places)] = self._drafted[self._index(rows)]
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.logits.device)
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Begin another term; who is in it, captured steps read in the exchange's table."""
+        """Begin another term; captured steps read its instances in the exchange's table."""
         if self.mixture is not None:
             self.mixture.meet(peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert; captured steps read it anew."""
+        """Set the place of each expert, where captured steps read it."""
         if self.mixture is not None:
             self.mixture.place_experts(table)
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait of a step polls for now; see GpuExchange.awaited."""
+        """The instance that a wait of a step polls for now (GpuExchange.awaited)."""
         return self._exchange.awaited
 
     def check(self) -> None:
-        """Raise what ended a wait of the steps so far, if something did. Waits for the GPU.
-
-        See GpuExchange.check.
-        """
+        """Wait for the GPU, and raise the error of a failed wait, as GpuExchange.check does."""
         self._exchange.check()
         self.check_mixture()
 
@@ -315,7 +304,7 @@ class GpuStep:
     def _linear_attention(
         self, context: GpuContext, index: int, layer: LayerWeights, normed_BX: Tensor
     ) -> Tensor:
-        """Run a token of each row through its state, which is here: heads' values [B, H, V]."""
+        """Run a token of each row through its recurrent state: heads' values [B, H, V]."""
         delta, carry = self._model.delta, self._frames.carry
         assert delta is not None and carry is not None
         return step_states(
@@ -372,7 +361,7 @@ class GpuStep:
 
 
 class _Local:
-    """What depends on no layer: where a step's rows append, and attention's plan."""
+    """The append slots of a step and attention's plan, the same in every layer."""
 
     __slots__ = ("plan", "slots")
 

@@ -1,17 +1,13 @@
 """The exchange: one-sided puts into pre-allocated regions, an arrival flag, a bounded wait.
 
-Enters: payloads and the epoch of the exchange. Leaves: views of what peers put. Does not know:
-routes, layers, models. (The paper's section 5.3.)
-
 Every ordered pair of instances has two regions for each channel (parity = epoch & 1), in the
 *receiver's* memory. The sender writes the region, then its flag. The receiver waits until the flag
-EQUALS the epoch, never at least (protocol.md, equal epochs). A newer flag means that a region
-was reused too early, and raises EpochError.
+EQUALS the epoch, never at least (protocol.md, equal epochs). A newer flag means that a region was
+reused too early, and raises EpochError. (The paper's section 5.3.)
 
-That two regions are enough follows from the protocol, not from this code. Where instances have a
-link, the reply bounds the sender; elsewhere the dispatch flags to and from every peer do. A
-channel's epochs therefore count the uses of that channel: attention layers for the attention
-channels, MoE layers for the MoE channels, windows for the mailbox.
+Two regions suffice by the protocol, not by this code: a reply bounds the sender where instances
+have a link, elsewhere the dispatch flags of every peer do. So a channel's epochs count its uses:
+attention layers, MoE layers, or windows for the mailbox.
 """
 
 from __future__ import annotations
@@ -29,7 +25,9 @@ class Channel(IntEnum):
     """The purpose of a region."""
 
     Q = 0
-    """The sender's rows for the receiver's attention: query, position, live flag, new latent KV."""
+    """Query, position, live flag and new latent KV of the sender's rows, for the receiver's
+    attention.
+    """
     RES = 1
     """Partials (partial_o, lse) for the receiver's rows."""
     DISPATCH = 2
@@ -37,17 +35,17 @@ class Channel(IntEnum):
     COMBINE = 3
     """Weighted sums over the sender's experts, for the receiver's rows."""
     MAILBOX = 4
-    """Row state handed over at the edge of a window (protocol.md, hand-offs)."""
+    """Row state handed over at a window's edge (protocol.md, hand-offs)."""
     Q_OF_LANE_1 = 5
     RES_OF_LANE_1 = 6
     DISPATCH_OF_LANE_1 = 7
     COMBINE_OF_LANE_1 = 8
 
     def in_lane(self, lane: int) -> Channel:
-        """The channel of a lane that is for the same as this one of lane 0.
+        """Return a lane's channel for the same purpose as this channel of lane 0.
 
-        A lane has regions and epochs of its own, because its uses and those of the other lane come
-        in an order that differs between instances (protocol.md, equal epochs).
+        Each lane (micro-batch) has regions and epochs of its own: instances may interleave the uses
+        of two lanes differently (protocol.md, equal epochs).
         """
         return _CHANNELS[self + lane * _LANE_OFFSET]
 
@@ -57,7 +55,7 @@ _CHANNELS = tuple(Channel)  # looked up at every put and wait
 
 
 class Awaited(NamedTuple):
-    """A put of a peer that must arrive before a generator can go on."""
+    """A put of a peer that a generator awaits."""
 
     channel: Channel
     source: int
@@ -65,15 +63,15 @@ class Awaited(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Addresses of two u64 that are epoch + 1 once the region of the epoch was put.
+    """Addresses of two u64, each epoch + 1 once the region of the epoch was put.
 
-    Who raises one stores it after all of the region, and wakes who sleeps on its low 32 bits.
+    The writer stores one after all of the region, and wakes sleepers on its low 32 bits.
     """
 
     outgoing: int | None
     """None: only `put` can raise it."""
     incoming: int | None
-    """None: only `arrived` knows."""
+    """None: only `arrived` can tell."""
 
 
 _FIELD_ALIGNMENT = 16
@@ -88,28 +86,28 @@ class Field:
     dtype: str
     """A numpy dtype name; bfloat16 travels as uint16, because numpy has no bfloat16."""
     shape: tuple[int, ...]
-    """Rows (or slots) first."""
+    """Rows, or slots, first."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the field in one row."""
+        """Return the bytes of the field in one row."""
         return int(np.prod(self.shape[1:], dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 def side_by_side(fields: Iterable[Field]) -> list[int]:
-    """Where each field of a row begins, in this order; behind them the bytes of all."""
+    """Return where each field of a row begins, in this order; then the bytes of all."""
     sizes = (-(-field.row_bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT for field in fields)
     return list(accumulate(sizes, initial=0))
 
 
 RegionLayout = Mapping[Channel, tuple[Field, ...]]
-"""The fields of a region of each channel, equal on every instance: it follows from the bounds."""
+"""Each channel's fields of a region, equal on every instance: they follow from the bounds."""
 
 
 def in_two_lanes(layout: RegionLayout) -> RegionLayout:
-    """The layout of a cluster whose windows may run in two lanes.
+    """Return the layout of a cluster whose windows may run in two lanes.
 
-    A window may also run all its rows in lane 0, so regions of both lanes hold as many.
+    A window may also run all its rows in lane 0, so both lanes' regions have full size.
     """
     second = {
         channel.in_lane(1): fields
@@ -120,7 +118,7 @@ def in_two_lanes(layout: RegionLayout) -> RegionLayout:
 
 
 def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
-    """Bytes that one row, or slot, takes in each channel's region, without the count of rows."""
+    """Return the bytes of one row, or slot, in each channel's region, without the count of rows."""
     return {
         channel: sum(field.row_bytes for field in fields if field.name != "count")
         for channel, fields in layout.items()
@@ -128,33 +126,33 @@ def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
 
 
 NO_TERM = 2**62
-"""A number that no term reaches, and after which none ends."""
+"""A number above those of all terms."""
 
 
 class Term:
-    """The term that a process is in, and whether it is over (protocol.md, terms).
+    """The term of a process, and whether it is over (protocol.md, terms).
 
-    A thread that reads messages ends it; a thread that waits for a peer looks whether it is over.
+    A thread that reads messages ends it; threads that wait for peers check it.
     """
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
-        """Names the segments of the term, so that none is mistaken for one of another term."""
+        """Part of the names of the term's segments, so that none is taken for another term's."""
         self._last_ended = 0.0
         self._mirrors: list[np.ndarray] = []
 
     def end(self, number: float) -> None:
-        """The term of this number is over, and every one before it; math.inf ends all."""
+        """End the term of this number and all before it; math.inf ends all."""
         self._last_ended = max(self._last_ended, number)
         self._write()
 
     def go_on(self) -> None:
-        """Another controller is there: terms after this one may be joined, though all had ended."""
+        """Allow terms after this one again: there is another controller."""
         self._last_ended = self.number
         self._write()
 
     def mirror(self, word: np.ndarray) -> None:
-        """Keep word[0], int64, at the last term that ended, for waits that can only read memory."""
+        """Keep word[0], int64, at the last ended term, for waits that can only read memory."""
         self._mirrors.append(word)
         self._write()
 
@@ -164,7 +162,7 @@ class Term:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of this term may be waited for any more."""
+        """True if nothing of this term may be waited for any more."""
         return self._last_ended >= self.number
 
     def check(self) -> None:
@@ -180,7 +178,7 @@ class TermOver(Exception):
 class ExchangeError(RuntimeError):
     """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError.
 
-    peer: the instance that was waited for, where one was.
+    peer: the instance that was awaited, if any.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -209,15 +207,15 @@ class Exchange(Protocol):
 
     @property
     def num_instances(self) -> int:
-        """Number of instances, with this one. No region leads from an instance to itself."""
+        """Number of instances, this one included. No region leads from an instance to itself."""
 
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
+        """Nanoseconds since the start in `wait` for puts that had not arrived yet."""
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
+        """The instance that blocks a wait now, or None. Any thread may read it."""
 
     def connect(self, timeout_ms: int) -> None:
         """Attach to every peer's regions.
@@ -226,7 +224,7 @@ class Exchange(Protocol):
         """
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
-        """Writable views, by field name, of this instance's region at the target.
+        """Return writable views, by field name, of this instance's region at the target.
 
         They are valid until `put` of this epoch.
         """
@@ -238,19 +236,19 @@ class Exchange(Protocol):
         """
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views, by field name, of the source's region; its put may not be there yet."""
+        """Return read-only views, by name, of the source's region; its put may not be here."""
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Where compiled code raises and reads the flags of the regions to and from the peer."""
+        """Return the flags of the regions to and from the peer, for compiled code."""
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
-        """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
+        """True once the source's put of this epoch is here. Raises EpochError if a later one is."""
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views, by field name, of the source's region, once its put has arrived.
+        """Wait for the source's put; return read-only views, by field name, of its region.
 
-        They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
-        naming channel, source and epoch, and TermOver.
+        They are valid until this instance replies. Raises TermOver, or PeerLost, ExchangeTimeout or
+        EpochError, which name channel, source and epoch.
         """
 
     def wait_any(self, awaited: Sequence[Awaited]) -> None:

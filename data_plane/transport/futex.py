@@ -1,10 +1,7 @@
-"""A 64-bit word in shared memory: one process raises it, another polls, yields, then sleeps on it.
+"""A 64-bit word in shared memory: one process raises it, another polls, yields, then sleeps.
 
-Enters: a buffer and an offset. Leaves: the word's value, or None when a bounded wait ended without
-it. Does not know: files, epochs, who writes the word.
-
-Linux on x86-64 only. Its stores become visible in program order, so a process that sees the word
-also sees what was written before it, without a fence. Sleeping uses a futex.
+Linux on x86-64 only: stores become visible in program order, so a process that sees the word also
+sees all that was written before it, without a fence.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ def require_platform() -> None:
 
 
 def _futex_wait(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the u32 at the address equals the value; after any return, look again."""
+    """Sleep while the u32 at the address equals the value; it may also wake for no reason."""
     seconds = int(timeout_s)
     timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     if _sleeping_syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(timeout)) == 0:
@@ -96,7 +93,6 @@ def _futex_wait(address: int, value: int, timeout_s: float) -> None:
 
 
 def _futex_wait_any(values: Sequence[tuple[int, int]], timeout_s: float) -> None:
-    """Sleep while every u32, given as (address, value), equals its value."""
     end_s = time.monotonic() + timeout_s
     until = _Timespec(int(end_s), int(end_s % 1 * 1e9))
     waiters = (_FutexWaitv * len(values))(
@@ -113,7 +109,6 @@ def _futex_wait_any(values: Sequence[tuple[int, int]], timeout_s: float) -> None
 
 
 def _yields() -> Iterator[None]:
-    """Yield the core and return, again and again, as long as that may pay."""
     global _sleeps_until_s
     for _ in range(_NUM_YIELDS):
         if (before_s := time.monotonic()) < _sleeps_until_s:
@@ -127,7 +122,7 @@ def _yields() -> Iterator[None]:
 class Word:
     """A u64 that only grows and that one process writes; its low 32 bits are the futex.
 
-    The word keeps the buffer mapped, so that a wait in one thread survives a close in another.
+    It keeps the buffer mapped, so a wait in one thread survives a close in another.
     """
 
     __slots__ = ("_cell", "address", "offset")
@@ -137,14 +132,14 @@ class Word:
         self.offset = offset
         self._cell = memoryview(buffer)[offset : offset + 8].cast("Q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset))
-        """Where the word is mapped in this process, until the buffer is closed."""
+        """The word's address in this process, until the buffer is closed."""
 
     def load(self) -> int:
         """The value now."""
         return self._cell[0]
 
     def store(self, value: int) -> None:
-        """Publish the value and all that this thread wrote before; wake every waiter."""
+        """Publish the value and all earlier writes of this thread; wake every waiter."""
         self._cell[0] = value
         self.wake()
 
@@ -155,10 +150,10 @@ class Word:
     def wait_at_least(
         self, value: int, timeout_ms: float, tick_ms: float, go_on: Callable[[], bool]
     ) -> int | None:
-        """Block until the word is `value` or more; returns the word's value.
+        """Block until the word is `value` or more; return the word's value.
 
-        Returns None after the timeout, or once `go_on()` has returned False, which is asked at
-        least every tick. A value that came before that False is returned all the same.
+        Returns None after the timeout, or once `go_on()`, asked at least every tick, has returned
+        False. A value that came before that False is returned all the same.
         """
         cell = self._cell
         for _ in range(_NUM_POLLS):
@@ -185,10 +180,10 @@ def wait_for_any(
     tick_ms: float,
     go_on: Callable[[], bool],
 ) -> bool:
-    """Block until one of the words is its value or more; returns whether one is.
+    """Block until a word is its value or more; return True if one is.
 
-    Returns False after the timeout, or once `go_on()` has returned False, which is asked at least
-    every tick.
+    Returns False after the timeout, or once `go_on()`, asked at least every tick, has returned
+    False.
     """
     for _ in itertools.chain(range(_NUM_POLLS), _yields()):
         if any(word.load() >= value for word, value in targets):

@@ -1,8 +1,4 @@
-"""The mailbox: messages of bytes from one instance to another at the edge of a window.
-
-Enters: messages. Leaves: a filled region of the exchange, or the messages of one that arrived. Does
-not know: what a message means, when a window begins.
-"""
+"""The mailbox: messages of bytes between instances at the edge of a window."""
 
 from __future__ import annotations
 
@@ -37,6 +33,6 @@ def fill_mailbox(region: Mapping[str, np.ndarray], messages: Sequence[bytes]) ->
 
 
 def mailbox_messages(region: Mapping[str, np.ndarray]) -> Iterator[bytes]:
-    """The messages of a region that arrived, in the order in which they were written."""
+    """Yield the messages of a region that has come, in the order of writing."""
     for number in range(int(region["count"][0])):
         yield region["payload"][number, : region["length"][number]].tobytes()

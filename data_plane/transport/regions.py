@@ -1,8 +1,4 @@
-"""What a decode step puts through the exchange: every region's fields, and torch views of them.
-
-Enters: cluster-wide bounds and the model's widths. Leaves: the layout, equal on every instance, and
-tensors. Does not know: routes, layers, what an epoch counts.
-"""
+"""The fields of every region of a decode step in the exchange, and torch views of them."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from nanocp.config.data_plane import DataPlaneConfig
 def region_layout(
     cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
-    """The fields of a region of every channel: those of a step, and the mailbox."""
+    """Return the fields of every channel's region: the step's four and the mailbox."""
     # Imported here, because checks on a GPU machine run without protobuf.
     from data_plane.transport.mailbox import mailbox_layout
 
@@ -38,7 +34,7 @@ def region_layout(
 def step_layout(
     bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
-    """The fields of a region of the four channels that a step uses."""
+    """Return the fields of a region of the four channels of a step."""
     links, heads = bounds.max_links, model.attention.num_heads
     # Without experts nothing is dispatched, but every channel has its regions.
     rows, per_row = (bounds.max_rows, model.num_experts_per_token) if model.num_experts else (1, 1)
@@ -60,9 +56,9 @@ def step_layout(
 
 
 def mixture_layout(max_rows: int, per_row: int, hidden_size: int, value: str) -> RegionLayout:
-    """The fields of a region of the two channels that a mixture of experts uses.
+    """Return the fields of a region of the two channels of a MoE layer.
 
-    per_row: experts of a row. value: the field's type that hidden rows travel as.
+    per_row: experts of a row. value: the type in which hidden rows travel.
     """
     hidden = Field("hidden", value, (max_rows, hidden_size))
     return {
@@ -77,46 +73,43 @@ def mixture_layout(max_rows: int, per_row: int, hidden_size: int, value: str) ->
 
 
 class TensorExchange:
-    """An Exchange whose regions are torch tensors.
-
-    bfloat16 travels as uint16; here its tensors are bfloat16.
-    """
+    """An Exchange whose regions are torch tensors, with bfloat16 in place of uint16."""
 
     def __init__(self, exchange: Exchange, layout: RegionLayout, lane: int = 0) -> None:
-        """lane: whose regions these are. The channels that a caller names are those of lane 0."""
+        """lane: the owner of the regions. Callers name the channels of lane 0."""
         self.exchange = exchange
         self.sent_bytes = dict.fromkeys(Channel, 0)
         """Bytes of the rows put since the start, by channel."""
         self._lane = lane
         self.attention_epoch = 0
-        """Uses of the attention channels in this term; the step counts them."""
+        """Uses of the attention channels in this term, counted by the step."""
         self.moe_epoch = 0
-        """Uses of the MoE channels in this term; the step counts them."""
+        """Uses of the MoE channels in this term, counted by the step."""
         self._row_bytes = row_bytes(layout)
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
-        """Writable tensors of this instance's region at the target; see Exchange.outgoing."""
+        """Return this instance's region at the target as writable tensors (Exchange.outgoing)."""
         arrays = self.exchange.outgoing(channel.in_lane(self._lane), target, epoch)
         return self._tensors((True, channel, target, epoch & 1), arrays)
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
-        """Publish the region, of which `num_rows` rows were written; see Exchange.put."""
+        """Publish the region with its first `num_rows` rows, as Exchange.put does."""
         self.exchange.put(channel.in_lane(self._lane), target, epoch, num_rows)
         self.count_sent(channel, num_rows)
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
-        """Tensors of the source's region, once its put has arrived; see Exchange.wait."""
+        """Wait for the source's put and return its region's tensors, as Exchange.wait does."""
         arrays = self.exchange.wait(channel.in_lane(self._lane), source, epoch)
         return self._tensors((False, channel, source, epoch & 1), arrays)
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
-        """Tensors of the source's region, whose put may not be there; see Exchange.incoming."""
+        """Return tensors of the source's region, whose put may not be here yet."""
         arrays = self.exchange.incoming(channel.in_lane(self._lane), source, epoch)
         return self._tensors((False, channel, source, epoch & 1), arrays)
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Where the flags of the regions to and from the peer are; see Exchange.flags."""
+        """Return the addresses of the flags to and from the peer, as Exchange.flags does."""
         return self.exchange.flags(channel.in_lane(self._lane), peer, epoch)
 
     def count_sent(self, channel: Channel, num_rows: int) -> None:
@@ -124,16 +117,16 @@ class TensorExchange:
         self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def awaited(self, channel: Channel, source: int, epoch: int) -> Awaited:
-        """The put that `wait` with these arguments awaits."""
+        """Return the put that `wait` with these arguments awaits."""
         return Awaited(channel.in_lane(self._lane), source, epoch)
 
     def begin_term(self, exchange: Exchange) -> None:
-        """Go on with the exchange of another term, whose epochs begin at 0."""
+        """Go on with another term's exchange, whose epochs begin at 0."""
         self.exchange = exchange
         self.attention_epoch = self.moe_epoch = 0
 
     def close(self) -> None:
-        """Drop the views, without which no mapping can be closed, and close the exchange."""
+        """Close the exchange, after the views that keep its mapping open are dropped."""
         # Each is emptied, because kernels may keep one that they know.
         for views in self._views.values():
             views.clear()

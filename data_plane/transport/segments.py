@@ -1,8 +1,4 @@
-"""The segments of one member: its own, and its peers', mapped or, between nodes, across TCP.
-
-Enters: names, and the node and address of every instance. Leaves: segments that are written in the
-same way, on any node. Does not know: what is in them.
-"""
+"""The segments of one member: its own, and its peers', mapped or, between nodes, across TCP."""
 
 from __future__ import annotations
 
@@ -35,15 +31,15 @@ from nanocp.values.members import Peer
 logger = logging.getLogger(__name__)
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
-"""Before each further try to make a segment for which /dev/shm has no room."""
+"""Pauses before further tries to make a segment for which /dev/shm has no room."""
 _START_PAUSES = 6
-"""Pauses before the first term: whoever starts a service with too little room waits."""
+"""Pauses before the first term: an operator waits for the start."""
 _LOOK_S = 0.05
-"""A pause looks so often whether the term is over."""
+"""Time between two checks of the term in a pause."""
 
 
 class Segment(Protocol):
-    """A segment of another process, in which this process writes the places that are its own."""
+    """A segment of another process, in which this process writes its own places."""
 
     name: str
     description: str
@@ -59,14 +55,14 @@ class Segment(Protocol):
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Set the word, after all that was written to `memory` before.
+        """Set the word after all that was written to `memory`.
 
-        chunks: (offset, bytes) of what must arrive of `memory`. bulk: (offset, bytes) of what must
-        arrive of `bulk`. What is published to a dead owner is lost, as it would be in its memory.
+        chunks: (offset, bytes) of `memory` that must arrive. bulk: (offset, bytes) of `bulk` that
+        must. Puts to a dead owner are lost.
         """
 
     def owner_is_alive(self) -> bool:
-        """Whether the owner's process is alive."""
+        """Return True while the owner's process lives."""
 
     def claim(self) -> bool:
         """Become the segment's only writer until this process ends; False if there is another."""
@@ -79,16 +75,16 @@ class Segment(Protocol):
 
 
 def node_identity() -> str:
-    """A string that is equal in two processes exactly if they share /dev/shm.
+    """Return a string that is equal in two processes exactly if they share /dev/shm.
 
-    It names the machine's boot and the mount, of which each container has its own.
+    It names the machine's boot and the mount, which is each container's own.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat(DIRECTORY).st_dev}"
 
 
 class Segments:
-    """The segments that one process owns, and its way to those of others."""
+    """The segments of one process, and its way to those of others."""
 
     def __init__(
         self,
@@ -101,10 +97,10 @@ class Segments:
     ) -> None:
         """Nothing is shared or served before `own` and `attach`.
 
-        server: where processes of other nodes attach; None if none can. is_always_tcp: use TCP also
-        within a node. node: this node's identity, by default `node_identity()`. nixl: sends pages,
-        to any node; it needs the owner's server. term: in which segments are made and attached, by
-        default the first, which does not end.
+        server: where processes of other nodes attach, if any. is_always_tcp: use TCP also within a
+        node. node: this node's identity, by default `node_identity()`. nixl: sends pages to any
+        node; it needs the owner's server. puts: sends the exchange's puts likewise. term: the term
+        of segments, by default the first, which does not end.
         """
         self.cluster_id = cluster_id
         self.term = term or Term()
@@ -117,22 +113,22 @@ class Segments:
 
     @property
     def address(self) -> str:
-        """host:port where processes of other nodes attach; empty if they cannot."""
+        """host:port at which processes of other nodes attach; empty if they cannot."""
         return self._server.address if self._server is not None else ""
 
     def meet(self, peers: Sequence[Peer | None]) -> None:
-        """Take the places of all instances of the term, None for any other.
+        """Take the places of all instances of the term, None for others.
 
         Without this call, all are on this node.
         """
         self._peers = peers
 
     def is_there(self, instance: int) -> bool:
-        """Whether the instance is in the term."""
+        """Return True if the instance is in the term."""
         return not self._peers or self._peers[instance] is not None
 
     def is_shared(self, instance: int) -> bool:
-        """Whether the instance's segments are mapped instead of reached by TCP."""
+        """Return True if the instance's segments are mapped, False if TCP reaches them."""
         if not self._peers:
             return True
         return not self._is_always_tcp and self._place(instance).node == self.node
@@ -150,11 +146,11 @@ class Segments:
         data_bytes: int,
         page_bytes: int = 0,
     ) -> OwnedSegment:
-        """Make a segment of this process, in the present term; see OwnedSegment.
+        """Make an OwnedSegment of this process in the present term.
 
-        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. Waits a bounded
-        time for room: the last term's segments are free once every peer has let go of them. Raises
-        TermOver besides.
+        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange
+        puts into it; by NIXL, `bulk` is then for its messages. Waits a bounded time for room: the
+        last term's segments are free once every peer has closed them. Also raises TermOver.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
@@ -192,12 +188,12 @@ class Segments:
         timeout_ms: float,
         has_pages: bool = False,
     ) -> Segment:
-        """The instance's segment of this kind, once it exists.
+        """Return the instance's segment of this kind, once it exists.
 
-        writer: the name of this writer, of which a segment has one at a time. block: (offset,
-        bytes) of the data that it writes, for the exchange. Raises
-        ExchangeTimeout or PeerLost, both with the instance as their peer, TermOver, or ValueError
-        if the instance cannot be reached or differs in its configuration.
+        writer: this writer's name, unique at a time for a segment. block: (offset, bytes) of the
+        data that it writes for the exchange. Raises ExchangeTimeout or PeerLost, which name the
+        instance as their peer, TermOver, or ValueError if the instance cannot be reached or has
+        another configuration.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         by_nixl = has_pages and self._nixl is not None
@@ -216,11 +212,11 @@ class Segments:
         return TcpSegment(*where)
 
     def is_owned(self, kind: str, instance: int, term: int) -> bool:
-        """Whether an instance on this node still has its segment of this kind, in a term."""
+        """Return True if an instance on this node still has its segment of this kind, in a term."""
         return is_owned(segment_name(self.cluster_id, term, kind, instance))
 
     def close(self) -> None:
-        """Close the segments that are still owned, and let no process attach. Idempotent."""
+        """Close the owned segments, and let no process attach. Idempotent."""
         for segment in list(self._owned):
             segment.close()
         if self._server is not None:

@@ -1,10 +1,7 @@
 """Named segments in /dev/shm: owned by a living process, mapped by others, swept after its death.
 
-Enters: names, a description of the contents. Leaves: mappings, and whether the owner is alive. Does
-not know: what the bytes mean. A mapping goes with its last view, so no view can dangle.
-
-The owner holds an exclusive flock on its file until it ends. A process that gets a shared flock has
-proved the owner dead, even if its pid is in use again. Three traps are avoided here:
+A mapping goes with its last view, so no view can dangle. The owner holds an exclusive flock on its
+file until it ends; a shared flock proves it dead, even if its pid is in use again. Three traps:
 
 - A flock stays while any copy of its open file exists. So the lock has a descriptor of its own,
   which is never mapped, and a forked child closes it.
@@ -33,10 +30,9 @@ from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term
 from data_plane.transport.futex import Word, require_platform
 
 CACHE_LINE = 64
-"""Bytes to which everything in a segment is aligned."""
+"""Alignment of everything in a segment, in bytes."""
 
 DIRECTORY = Path("/dev/shm")
-"""The folder of all segments."""
 
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
@@ -50,16 +46,16 @@ _CLAIM = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
 
 
 class NoRoom(ValueError):
-    """/dev/shm is too small for a segment; the message says by how much, and what to do."""
+    """/dev/shm is too small for a segment; the message says by how much, and the remedy."""
 
 
 def aligned(num_bytes: int) -> int:
-    """The number of bytes, rounded up to a multiple of CACHE_LINE."""
+    """Round bytes up to a multiple of CACHE_LINE."""
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
 
 
 def segment_name(cluster_id: str, term: int, kind: str, instance: int) -> str:
-    """The name of an instance's segment of a kind, in a term.
+    """Return the name of an instance's segment of a kind, in a term.
 
     Raises ValueError on an unusable cluster id.
     """
@@ -103,10 +99,10 @@ class SegmentServer(Protocol):
     """The way into a segment for writers that cannot map it: tcp_server.TcpSegmentServer."""
 
     def is_attached(self, segment: str, writer: str) -> bool | None:
-        """Whether the writer is attached now; None if it never was."""
+        """Return True while the writer is attached, None if it never was."""
 
     def send_word(self, segment: str, offset: int, value: int) -> None:
-        """Send a word of the segment to the writers that are attached."""
+        """Send a word of the segment to its attached writers."""
 
     def withdraw(self, segment: OwnedSegment) -> None:
         """End the connections to the segment."""
@@ -115,7 +111,7 @@ class SegmentServer(Protocol):
 class OwnedSegment:
     """A segment of this process: a header, then zeros. Other processes can attach once it is made.
 
-    `memory` is the mapping; the contents begin at `data_offset`, a multiple of CACHE_LINE. Raises
+    The contents of the mapping `memory` begin at `data_offset`, a multiple of CACHE_LINE. Raises
     NoRoom, or ValueError if the name belongs to a living process.
     """
 
@@ -131,9 +127,9 @@ class OwnedSegment:
         self.bulk: Any = None
         """Memory for pages apart from the segment, uint8, if they come by NIXL; else None."""
         self.grant = b""
-        """What lets a writer that attaches through the server write into `bulk`."""
+        """The permission to write into `bulk` for writers that attach through the server."""
         self.progress: Callable[[], None] | None = None
-        """Must be called while such a writer writes; None if it need not."""
+        """Must be called while such a writer writes, unless it is None."""
         self._lock_fd: int | None = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             _allocate(self._lock_fd, name, len(header) + data_bytes)
@@ -147,17 +143,17 @@ class OwnedSegment:
         _owned.add(self)
 
     def publish(self, word: Word, value: int) -> None:
-        """Set a word that writers wait for, on this node and on others."""
+        """Set a word that writers await, on every node."""
         word.store(value)
         if self.server is not None:
             self.server.send_word(self.name, word.offset, value)
 
     def is_attached(self, writer: str) -> bool | None:
-        """Whether a writer that attached through the server is still there; None if none did."""
+        """Return True while a writer attached by the server is there; None if none did."""
         return None if self.server is None else self.server.is_attached(self.name, writer)
 
     def close(self) -> None:
-        """Remove the name and give up the ownership. Idempotent; does nothing in a forked child."""
+        """Remove the name and give up the ownership. Idempotent; a no-op in a forked child."""
         if self._lock_fd is None:
             return
         if self.server is not None:
@@ -167,7 +163,7 @@ class OwnedSegment:
         self.disown()
 
     def disown(self) -> None:
-        """Give up the ownership and the mapping, and leave the name alone."""
+        """Give up the ownership and the mapping, but keep the name."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -196,9 +192,9 @@ def _allocate(fd: int, name: str, num_bytes: int) -> None:
 
 
 def obstacle_to_more(cluster_id: str, num_instances: int) -> str:
-    """Why this machine has no room for so many more instances of the cluster; empty if it has.
+    """Return why this machine has no room for this number of further instances, or an empty string.
 
-    Each needs as much as one that is here. Where none is, nothing is known.
+    Each needs as much as a present one; without one nothing is known.
     """
     sizes: Counter[tuple[str, str]] = Counter()
     for match in filter(None, map(_NAME.fullmatch, os.listdir(DIRECTORY))):
@@ -241,9 +237,9 @@ def _link(fd: int, name: str) -> None:
 
 
 class PeerSegment:
-    """An instance's segment on this node, mapped for reading and writing; see segments.Segment.
+    """An instance's segment on this node, mapped for reading and writing; a segments.Segment.
 
-    Waits until it exists. Raises ExchangeTimeout if that takes too long, TermOver if the term ends
+    Waits until it exists. Raises ExchangeTimeout after a limit, TermOver if the term ends
     meanwhile, PeerLost if its owner is dead, ValueError if another version made it.
     """
 
@@ -269,19 +265,19 @@ class PeerSegment:
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Set the word: what was written to `memory` is there already; see segments.Segment."""
+        """Set the word; what was written to `memory` is there already."""
         assert bulk is None, "the segment has no bulk"
         word.store(value)
 
     def owner_is_alive(self) -> bool:
-        """Whether the owner's process is alive; takes about a microsecond. See segments.Segment."""
+        """Return True while the owner's process lives; takes about a microsecond."""
         assert self._fd is not None, f"{self.name} is closed"
         return _owner_is_alive(self._fd)
 
     def claim(self) -> bool:
-        """Become the segment's only writer; False if there is another. See segments.Segment.
+        """Become the segment's only writer until this process ends; False if there is another.
 
-        This lock ends with the writer's process. flock is taken: it proves the owner alive.
+        This lock is not flock, which proves the owner alive.
         """
         assert self._fd is not None, f"{self.name} is closed"
         try:
@@ -291,11 +287,11 @@ class PeerSegment:
         return True
 
     def require(self, description: str) -> None:
-        """Raise ValueError unless the segment has this description; see segments.Segment."""
+        """Raise ValueError unless the segment has this description."""
         require_description(self.name, self.description, description)
 
     def close(self) -> None:
-        """Give up the mapping. Idempotent."""
+        """Close the mapping. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -339,7 +335,7 @@ def _read_description(fd: int, name: str) -> str:
 
 
 def sweep_stale(cluster_prefix: str = "") -> list[str]:
-    """Remove the segments of dead owners whose cluster id has the prefix; returns the names."""
+    """Remove dead owners' segments whose cluster id has the prefix; returns their names."""
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [
         match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)
@@ -358,7 +354,7 @@ def unlink_cluster(cluster_id: str) -> list[str]:
 
 
 def is_owned(name: str) -> bool:
-    """Whether there is a segment of this name, of a living owner; a dead one's is removed."""
+    """Return True if a living owner has a segment of this name; a dead one's is removed."""
     return not _unlink_if_dead(name)
 
 
@@ -370,9 +366,9 @@ def _unlink(name: str) -> bool:
 
 
 def _unlink_if_dead(name: str) -> bool:
-    """Remove a dead owner's segment; whether the name is free now.
+    """Remove a dead owner's segment; True if the name is free now.
 
-    Another user's segment is left alone.
+    Another user's segment stays.
     """
     try:
         fd = os.open(DIRECTORY / name, os.O_RDWR)

@@ -1,14 +1,10 @@
-"""The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
+"""The exchange through shared memory and, to other nodes, TCP or NIXL (Linux on x86-64).
 
-Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
-in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
-
-Peers on the receiver's node write its segment in place. For the others a thread of the receiver
-does (tcp/server.py). A segment has one block
-for each other instance. A block has two regions for each channel, one for each parity: a flag in a
-cache line of its own, the count of rows if there is one, and the rows. All fields of a row are side
-by side, so that what was written is one run of bytes. A flag is epoch + 1, so that a fresh segment,
-which is all zeros, has no epoch 0.
+Peers on the receiver's node write its segment in place; for others a thread of the receiver does
+(tcp/server.py), or the reader that finds a message of NIXL (nixl/puts.py). A segment has one block
+for each other instance, a block two regions for each channel, one a parity: a flag in its own cache
+line, the count of rows if there is one, and the rows. Fields of a row are side by side, so a put is
+one run of bytes. A flag is epoch + 1, so a fresh segment, all zeros, has no epoch 0.
 """
 
 from __future__ import annotations
@@ -51,24 +47,24 @@ class _Region(NamedTuple):
     flag: Word
     views: dict[str, np.ndarray]
     header_bytes: int
-    """Bytes of the count; 0 without one."""
+    """Bytes of the count, or 0."""
     num_rows: int
     row_bytes: int
 
     def run(self, num_rows: int | None = None) -> tuple[int, int]:
-        """(offset, bytes) of the count and the first rows; None: of all."""
+        """Return (offset, bytes) of the count and the first rows; None: of all."""
         rows = self.num_rows if num_rows is None else min(self.num_rows, num_rows)
         return self.flag.offset + CACHE_LINE, self.header_bytes + rows * self.row_bytes
 
 
 _Block = list[tuple[_Region, ...]]
-"""[channel][parity]; a channel that the layout leaves out has no regions."""
+"""[channel][parity]; a channel outside the layout has no regions."""
 
 
 class ShmExchange(Exchange):
-    """One instance's end of the exchange, for one thread; see exchange.Exchange.
+    """One instance's end of the exchange, for one thread; an exchange.Exchange.
 
-    Use `create` to make one. It can put and wait after `connect`.
+    `create` makes one; it can put and wait after `connect`.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class ShmExchange(Exchange):
         self._awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers that are reached by TCP."""
+        """Peers reached by TCP or NIXL."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()
@@ -107,8 +103,8 @@ class ShmExchange(Exchange):
     ) -> ShmExchange:
         """Make this instance's segment, into which all others will put.
 
-        Raises ValueError on another platform than Linux on x86-64, if /dev/shm is too small, or if
-        the instance exists already.
+        Raises ValueError if this is not Linux on x86-64, /dev/shm is too small, or the instance
+        exists.
         """
         if not 0 <= instance < num_instances:
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
@@ -120,8 +116,7 @@ class ShmExchange(Exchange):
     def connect(self, timeout_ms: float) -> None:
         """Attach to the segments of all other instances of the term, as they appear.
 
-        Raises ExchangeTimeout, PeerLost, TermOver, or ValueError if another instance has a
-        different layout.
+        Raises ExchangeTimeout, PeerLost, TermOver, or ValueError if a peer has another layout.
         """
         deadline = time.monotonic() + timeout_ms / 1000
         for target in self._others():
@@ -142,12 +137,12 @@ class ShmExchange(Exchange):
 
     @property
     def num_instances(self) -> int:
-        """Number of instances, with this one."""
+        """Number of instances, this one included."""
         return self._num_instances
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait is blocked for now; None if none is."""
+        """The instance that blocks a wait now, or None."""
         return self._awaited
 
     @property
@@ -169,11 +164,11 @@ class ShmExchange(Exchange):
         self._peers[target].publish(flag, epoch + 1, [region.run(num_rows)])
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views of the source's region; its put may not be there yet."""
+        """Return read-only views of the source's region, whose put may not be here yet."""
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """The addresses of both flags; a peer that is reached by TCP must be put to."""
+        """Return the addresses of both flags; peers on other nodes still need `put`."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
         return Flags(None if peer in self._remote else outgoing, incoming)
@@ -224,7 +219,7 @@ class ShmExchange(Exchange):
             peer.close()
 
     def _until_any(self, targets: list[tuple[_Region, int]], go_on: Callable[[], bool]) -> bool:
-        """Block until a region's flag is its value or more; whether one is."""
+        """Block until a region's flag is its value or more; True if one is."""
         limits = self._limits.exchange_timeout_ms, self._limits.tick_ms
         if len(targets) == 1:
             region, value = targets[0]
@@ -262,9 +257,10 @@ class ShmExchange(Exchange):
         )
 
     def _is_alive(self, source: int) -> bool:
-        """Whether the source's process is alive.
+        """Return True while the source's process lives.
 
-        If it attached by a connection, that is asked. Puts by TCP come before the connection ends.
+        Its connection tells, if it has one. Puts by TCP come before the connection ends; the last
+        puts by NIXL may be lost with their writer.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached
@@ -293,15 +289,15 @@ def _writer(instance: int) -> str:
 
 
 def _number(source: int, target: int) -> int:
-    """The number of the source's block in the target's segment."""
+    """Return the number of the source's block in the target's segment."""
     return source if source < target else source - 1
 
 
 @functools.cache
 def _rows(fields: tuple[Field, ...]) -> tuple[int, int, np.dtype]:
-    """(bytes of the count, number of rows, a row's type) of a region with these fields.
+    """Return (bytes of the count, number of rows, a row's dtype) of a region with these fields.
 
-    A row begins with its largest field, at a cache line. The row of a field alone has no padding.
+    A row begins with its largest field, at a cache line. A lone field has no padding.
     """
     of_rows = [field for field in fields if field.name != "count"]
     (num_rows,) = {field.shape[0] for field in of_rows}

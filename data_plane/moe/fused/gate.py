@@ -1,10 +1,6 @@
-"""The first tasks of a fused mixture in Triton: the gate's product, its choice, where rows go.
+"""The first tasks of a fused MoE layer in Triton: the gate's product, its choice, the routes.
 
-Enters: rows, the gate's weights. Leaves: each row's experts and weights, the rows of each target.
-Does not know: what experts compute, who claims tasks. The slow reference is gate.gate, then
-kernels.rows.route_rows.
-
-Legend: see fused/state.py.
+The slow reference is gate.gate, then kernels.rows.route_rows. Legend: see fused/state.py.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from data_plane.moe.fused.state import (
 )
 
 _BLOCK_ROWS = tl.constexpr(64)
-"""Rows that a route looks at together."""
+"""Rows of a route's block."""
 
 
 @triton.jit
@@ -72,9 +68,9 @@ def gate_task(task, state, rows, weights, num_rows, S: tl.constexpr):
 
 @triton.jit
 def best_of(value, is_left, number):
-    """Find the highest of the values that are left, of equal ones the first: (value, its number).
+    """Find the highest of the values left, of equal ones the first: (value, its number).
 
-    A value may be NaN, and whatever it is, the number is one of those left.
+    The number is one of those left even if values are NaN.
     """
     highest = tl.max(tl.where(is_left, value, float("-inf")), 0)
     is_lower = (value < highest) | (is_left == 0)
@@ -154,8 +150,7 @@ def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
 def route_task(task, state, rows, instance, num_rows, S: tl.constexpr):
     """Find the live rows that have an expert at one target, and publish their dispatch.
 
-    This instance comes last among the targets, and each begins with another, so that not all send
-    to the same one.
+    Each instance begins with another target and ends with itself, so not all send to one at a time.
     """
     target = (instance + 1 + task) % S.num_instances
     k = tl.arange(0, S.pad_k)

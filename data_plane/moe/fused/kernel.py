@@ -1,15 +1,9 @@
-"""The persistent kernel of a fused mixture: from rows to the rows with their mixture, one launch.
+"""The persistent kernel of a fused MoE layer: all of it in one launch.
 
-Enters: rows, weights, an epoch's state. Leaves: results; an error word if a peer did not come. Does
-not know: what a task computes (fused/gate.py, fused/tasks.py).
-
-There are no roles among programs. A program runs the tasks that it can claim. If it finds none, it
-takes the lock and makes one sweep: as subscriber it takes in what peers have sent, as scheduler it
-publishes what can now run. Whatever arrived while tasks were left makes one wave, so that an
-expert's weights are read once for rows of many sources.
-
-A launch may end between any two tasks and be continued by another one. The last program to leave
-clears the counters of a complete epoch, and then counts the epoch.
+Programs have no roles. One without a task to claim takes the lock and sweeps: it takes in what
+peers have sent and publishes what can now run. All rows of a sweep make one wave, so an expert's
+weights are read once for several sources. A launch may end between two tasks, and another go on.
+The last program to leave clears the counters of a complete epoch, then counts the epoch.
 """
 
 from __future__ import annotations
@@ -62,21 +56,20 @@ from data_plane.moe.fused.tasks import (
 from data_plane.transport.gpu.triton_exchange import TERM_OVER, is_term_over
 
 _NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is_last"]
-"""One variant serves all numbers: the kernel takes long to compile."""
+"""One variant of the kernel serves all these numbers, since it compiles slowly."""
 _BLOCK_PAIRS = tl.constexpr(128)
 """Pairs that a sweep takes in at once."""
 _BLOCK_COUNTERS = tl.constexpr(1024)
 _POLLS_A_LOOK = tl.constexpr(1024)
-"""Polls of a program between two looks at the host's memory, which all programs do."""
+"""A program's polls between two looks at the host's memory."""
 
 
 @triton.jit
 def next_task(state, first_queue, end_queue, S: tl.constexpr):
     """Claim a task of the first of these queues that has one: (queue, item, task); item -1 if none.
 
-    A number is drawn only from an item that is published, and a number past the item's end is
-    nobody's. So whoever owns a task can run it. All queues are looked at together: one after the
-    other, each would cost the L2's round trips.
+    A number is drawn only from a published item, and one past its end is nobody's, so a claimed
+    task can run. All queues are read at once, to pay the L2's round trip once.
     """
     END: tl.constexpr = NUM_QUEUES * S.max_items
     queue, item, task = NUM_QUEUES, -1, 0
@@ -108,7 +101,6 @@ def next_task(state, first_queue, end_queue, S: tl.constexpr):
 def run_task(
     queue, item, task, state, rows, weights, own, instance, num_rows, epoch, S: tl.constexpr
 ):
-    """Run a claimed task to its end."""
     if queue == RETURN:
         return_task(item, task, state, rows, weights, own, instance, epoch, S)
     elif queue == DISPATCH:
@@ -129,7 +121,7 @@ def run_task(
 
 @triton.jit
 def start(state, num_rows, S: tl.constexpr):
-    """Publish what needs no peer: the gate and the shared experts. Called under the lock."""
+    """Publish the work that needs no peer: the gate and the shared experts. Called under the lock."""
     if num_rows == 0:
         publish(state, ROUTE, 0, S.num_instances, S)
     else:
@@ -161,7 +153,6 @@ def store_group(state, group, expert, first, size, block, mask=None):
 
 @triton.jit
 def store_block(state, block, expert, index, first, size, S: tl.constexpr, mask=None):
-    """Write row block number `index` of a group."""
     block_ptr = state.block + block * 3
     tl.store(block_ptr, expert, mask=mask)
     tl.store(block_ptr + 1, first + index * S.block_m, mask=mask)
@@ -170,7 +161,7 @@ def store_block(state, block, expert, index, first, size, S: tl.constexpr, mask=
 
 @triton.jit
 def take_in(state, weights, own, source, is_new, count, epoch, S: tl.constexpr):
-    """Make one wave of what the new sources have sent: lists of pairs by expert, row blocks, items.
+    """Make one wave of the new sources' rows: lists of pairs by expert, row blocks, items.
 
     source, is_new, count: [pad_n]. Called under the lock.
     """
@@ -211,7 +202,7 @@ def take_in(state, weights, own, source, is_new, count, epoch, S: tl.constexpr):
 def publish_wave(state, expert, first, size, S: tl.constexpr):
     """Publish the inner products of a wave: an item for each expert with rows.
 
-    expert, first, size: [pad_e]; an expert's pairs of this wave begin at `first` in its list.
+    expert, first, size: [pad_e]; an expert's pairs begin at `first` in its list.
     """
     is_group = size > 0
     num_blocks = tl.cdiv(size, S.block_m)
@@ -244,9 +235,9 @@ def add(ptr, value):
 def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
-    is_late, is_ended: if there was nothing, a peer that is awaited becomes the error, because it is
-    late or because the term is over. So does a flag that is ahead, and a count that no region
-    holds, of which the error says the negative. Called under the lock.
+    is_late, is_ended: if nothing came, an awaited peer becomes the error, as late or as the term is
+    over. A flag that is ahead is an error too, and a count that no region holds, noted negative.
+    Called under the lock.
     """
     progress = 0
     source = tl.arange(0, S.pad_n)
@@ -300,7 +291,7 @@ def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constex
 
 @triton.jit
 def flags(address, region, is_awaited, state):
-    """Read the flags of regions, acquiring what they announce; 0 where none is awaited."""
+    """Acquire the flags of regions; 0 where none is awaited."""
     flag_ptr = address.to(state.epoch.dtype) + region
     # Adding zero is the only ordered load that every supported Triton has.
     found = tl.atomic_add(flag_ptr, region * 0, mask=is_awaited, sem="acquire", scope="sys")
@@ -311,7 +302,7 @@ def flags(address, region, is_awaited, state):
 def blame(state, code, source, is_wrong, awaited, found, S: tl.constexpr):
     """Make the first wrong source the error word: [code, source, awaited, found].
 
-    code: see triton_exchange.wait_kernel.
+    code: as of triton_exchange.wait_kernel.
     """
     first = tl.min(tl.where(is_wrong, source, S.pad_n), 0)
     if tl.load(state.error) == 0:
@@ -324,7 +315,7 @@ def blame(state, code, source, is_wrong, awaited, found, S: tl.constexpr):
 
 @triton.jit
 def is_complete(state, S: tl.constexpr):
-    """Whether all tasks of the epoch have been claimed, and none can follow."""
+    """Return 1 if all tasks of the epoch have been claimed, and none can follow."""
     index = tl.arange(0, 32)
     words = tl.atomic_add(
         state.counter + index * WORD, index * 0, mask=index < NUM_WORDS, sem="acquire", scope="gpu"
@@ -337,7 +328,6 @@ def is_complete(state, S: tl.constexpr):
 
 @triton.jit
 def at(words, index: tl.constexpr):
-    """Take a word."""
     return tl.sum(tl.where(tl.arange(0, 32) == index, words, 0))
 
 
@@ -348,10 +338,10 @@ def fused_kernel(
 ):  # fmt: skip
     """Run tasks until the epoch is complete, or until this program has been idle too long.
 
-    state, rows, weights: FusedState, FusedRows, FusedWeights. num_programs: programs of this
-    launch. max_tasks: tasks after which a program leaves. max_idle: how long it looks for a task,
-    in nanoseconds on a GPU and in sweeps under the interpreter. is_last: 1 if a wait that expires
-    is an error, 0 if another launch goes on.
+    state, rows, weights: FusedState, FusedRows, FusedWeights. num_programs: of this launch.
+    max_tasks: of a program. max_idle: limit of its search for a task, in nanoseconds on a GPU and
+    in sweeps under the interpreter. is_last: 1 if an expired wait is an error, 0 if another launch
+    goes on.
     """
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)
@@ -424,7 +414,7 @@ def leave(state, num_programs, epoch, S: tl.constexpr):
 
 @triton.jit
 def sleep():
-    """Leave the memory to others for a moment."""
+    """Pause, and leave the memory to other programs."""
     tl.inline_asm_elementwise(
         "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -1,9 +1,6 @@
-"""A mixture of experts as one launch on a GPU: the memory of an instance, launches, turns.
+"""A MoE layer as one launch on a GPU: the memory of an instance, launches, turns.
 
-Enters: rows, a layer's weights, the exchange's memory. Leaves: the rows with the mixture added.
-Does not know: tasks (fused/kernel.py and what it calls). The slow reference is all_to_all_gpu.py.
-
-Legend: B rows, X hidden.
+The slow reference is all_to_all_gpu.py. Legend: B rows, X hidden.
 """
 
 from __future__ import annotations
@@ -36,15 +33,15 @@ from nanocp.values.experts import ExpertTable, home_table
 
 _UNLIMITED = 2**31 - 1
 _RESERVED_SMS = 2
-"""SMs left to others: elsewhere a resident grid on all of them has hung beside a second stream."""
+"""SMs left free: a resident grid on all of them has hung beside a second stream elsewhere."""
 _TURNS = 3
 """Launches of an epoch whose instances take turns: dispatch, experts, combine."""
 _TURN_NS = 20_000
-"""How long a program on a GPU looks for a task in a turn: another one may publish it."""
+"""Time for which a program on a GPU looks for a task in a turn: another may publish it."""
 
 
 class GateTiles(NamedTuple):
-    """How the gate's product is cut."""
+    """The cut of the gate's product."""
 
     rows: int
     columns: int
@@ -54,15 +51,15 @@ class GateTiles(NamedTuple):
 
 
 class FusedTiles(NamedTuple):
-    """How the work of a layer is cut, and what a program has."""
+    """The cut of a layer's work, and a program's resources."""
 
     rows: int
     columns: int
     depth: int
     copied: int
-    """Columns that a copy or a sum takes at once."""
+    """Columns of a copy or a sum at once."""
     parts: int
-    """Most tasks that send the rows for one target, or return those of one source."""
+    """Most tasks that send one target's rows or return one source's."""
     num_warps: int
     num_stages: int
     gate: GateTiles = GateTiles(32, 32, 16, 8)
@@ -74,7 +71,7 @@ class FusedTiles(NamedTuple):
 
 TILES_16_BIT = FusedTiles(64, 64, 64, 1024, 8, 4, 4)
 TILES_FP8 = FusedTiles(64, 64, 64, 1024, 8, 8, 4)
-"""More warps, because products and their scaled sums are both in registers."""
+"""It has more warps, since registers hold both products and their scaled sums."""
 TILES_FP32 = FusedTiles(64, 64, 32, 1024, 8, 4, 2)
 
 
@@ -86,7 +83,7 @@ def tiles_for(dtype: torch.dtype, is_fp8: bool) -> FusedTiles:
 
 
 def fused_obstacle(properties: Any, dtype: torch.dtype, expert_backend: str, num_nodes: int) -> str:
-    """Say why a fused mixture cannot run; an empty string if it can.
+    """Return the reason why a fused MoE layer cannot run; empty if it can.
 
     properties: torch's of the GPU. num_nodes: nodes of the cluster.
     """
@@ -107,7 +104,7 @@ def fused_obstacle(properties: Any, dtype: torch.dtype, expert_backend: str, num
 
 
 class FusedMoe:
-    """One instance's end of a fused mixture; all layers share it."""
+    """One instance's end of a fused MoE layer; all layers share it."""
 
     def __init__(
         self,
@@ -123,11 +120,11 @@ class FusedMoe:
         tiles: FusedTiles | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """Allocate what lives from launch to launch; the exchange may be attached later.
+        """Allocate the memory that outlives launches; the exchange may be attached later.
 
         num_here: most experts here in a layer, without shared ones. max_rows: the same on every
-        instance. is_fp8: whether experts are in FP8. num_programs: of a launch; by default what the
-        GPU holds at once.
+        instance. is_fp8: experts are in FP8. num_programs: of a launch, by default as many as fit
+        the GPU.
         """
         self._exchange, self._device = exchange, device
         is_card = device.type != "cpu"
@@ -145,13 +142,13 @@ class FusedMoe:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 
         self.epoch = ints(1, dtype=torch.int64)
-        """[1] int64: epochs that are complete."""
+        """[1] int64: complete epochs."""
         self.statistic = ints(6, dtype=torch.int64)
-        """[6] int64: what FusedState.statistic counts, since the start."""
+        """[6] int64: FusedState.statistic since the start."""
         self.counter = ints(shape.num_counters)
         """[num_counters] int32: the state of the epoch, zero between epochs."""
         self.seat = ints(model.num_experts, dtype=torch.int64)
-        """[num_experts] int64: the instance of each expert, where captured steps read it."""
+        """[num_experts] int64: the instance of each expert, read by captured steps."""
         self.place_experts(home_table(model.num_experts, num_instances))
         num_shared = shape.num_shared
         num_products = shape.num_pairs + num_shared * max_rows
@@ -183,9 +180,9 @@ class FusedMoe:
         self.counter.zero_()
 
     def rows(self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor) -> FusedRows:
-        """Name a layer's rows as the kernel takes them, and allocate the results.
+        """Return a layer's rows in the kernel's form, and allocate the results.
 
-        The mixture of normed_BX is added to x_BX. live_B: bool.
+        The MoE layer of normed_BX is added to x_BX. live_B: bool.
         """
         assert x_BX.is_contiguous() and normed_BX.is_contiguous()
         return FusedRows(normed_BX, x_BX, live_B.view(torch.uint8), torch.empty_like(x_BX))
@@ -203,9 +200,9 @@ class FusedMoe:
     ) -> None:
         """Launch the kernel, which ends with the epoch, or before it (fused_kernel.fused_kernel).
 
-        max_tasks: of each program. max_idle: None for the exchange's limit. is_last: whether a peer
-        that does not come is an error. num_programs: those that leave before the epoch may end;
-        grid: those that this call launches, by default all of them.
+        max_tasks: of each program. max_idle: None for the exchange's limit. is_last: a missing peer
+        is an error. num_programs: programs that must leave before the epoch may end; grid: those of
+        this call, by default all.
         """
         exchange, programs = self._exchange, num_programs or self.num_programs
         if max_idle is None:
@@ -217,7 +214,7 @@ class FusedMoe:
         )  # fmt: skip
 
     def state(self) -> FusedState:
-        """Name the memory of this instance as the kernel takes it; the exchange is attached."""
+        """Return this instance's memory in the kernel's form; the exchange is attached."""
         peer, error = self._exchange.table, self._exchange.error
         return FusedState(
             peer=peer, error=error, epoch=self.epoch, counter=self.counter, seat=self.seat,
@@ -227,8 +224,8 @@ class FusedMoe:
     def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[None, None, None]:
         """Launch until the epoch is complete; yield where the other instances must launch too.
 
-        In one thread and in turn no instance waits for a later one. A peer that is missing in the
-        last turn is the error that GpuExchange.check raises.
+        In one thread and in turn no instance waits for a later one. GpuExchange.check raises for a
+        peer that is missing in the last turn.
         """
         before, max_idle = int(self.epoch), _TURN_NS if self.shape.is_card else 1
         for turn in range(_TURNS):
@@ -239,7 +236,7 @@ class FusedMoe:
 
 
 def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
-    """Name the weights of a layer as the kernel takes them; `experts` has the shared ones too."""
+    """Return a layer's weights in the kernel's form; `experts` includes the shared ones."""
     gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
     tensors = [moe.gate, gate_bias, experts.place_E]
     for weight in (experts.gate_up, experts.down):
@@ -249,27 +246,27 @@ def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
 
 
 class FusedMixtures:
-    """The mixtures of one instance, each one launch: see mixture.NormedMixture."""
+    """The MoE layers of one instance, each one launch: a mixture.NormedMixture."""
 
     def __init__(self, fused: FusedMoe, weights: GpuWeights, norm_eps: float) -> None:
-        """weights: placed for a fused mixture (gpu_weights.place_weights)."""
+        """weights: placed for a fused MoE layer (gpu_weights.place_weights)."""
         self.fused, self._eps = fused, norm_eps
         self._layers, self._experts = weights.weights.layers, weights.experts
         self.takes_turns = weights.weights.embedding.device.type == "cpu"
-        """Whether instances take turns in one thread, so that a launch must not wait for peers."""
+        """True if instances take turns in one thread, so no launch may wait for peers."""
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Begin another term: forget an epoch that was abandoned."""
+        """Begin another term: forget an abandoned epoch."""
         self.fused.begin_term()
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert; captured steps read it anew."""
+        """Set the instance of each expert, where captured steps read it."""
         self.fused.place_experts(table)
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X)."""
+        """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X)."""
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
         rows, weights = self.fused.rows(x_BX, normed_BX, live_B), fused_weights(moe, experts)
@@ -281,7 +278,7 @@ class FusedMixtures:
 
 
 def _resident_programs(device: torch.device) -> int:
-    """Count the programs of a launch: one for each multiprocessor but those that are reserved."""
+    """Count the programs of a launch: one for each multiprocessor that is not reserved."""
     return torch.cuda.get_device_properties(device).multi_processor_count - _RESERVED_SMS
 
 

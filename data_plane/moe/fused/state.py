@@ -1,7 +1,4 @@
-"""The memory of a fused mixture in Triton: tuples of pointers, words, queues.
-
-Enters: sizes, addresses. Leaves: pointers, published items. Does not know: what a task computes,
-who claims it.
+"""The memory of a fused MoE layer in Triton: tuples of pointers, words, queues.
 
 Legend: N instances, R rows of an instance at most (max_rows), K experts a row, X hidden, I expert
 width, E experts here, G experts of all instances, B rows of a launch, V shared experts.
@@ -16,18 +13,18 @@ import triton.language as tl
 
 
 class FusedShape(NamedTuple):
-    """What is the same in every launch: sizes, tiles, places in memory. A kernel's constant."""
+    """Constants of a kernel: sizes, tiles, places in memory."""
 
     num_instances: int
     max_rows: int
     per_row: int
     hidden: int
     width: int
-    """Columns between an expert's two products, I."""
+    """I, columns between an expert's two products."""
     num_here: int
     """E."""
     num_shared: int
-    """V; a shared expert is one more expert here, which every row of this instance visits."""
+    """V; each is one more expert here, which every row of this instance visits."""
     num_experts: int
     """G."""
     softmax_gate: bool
@@ -39,19 +36,18 @@ class FusedShape(NamedTuple):
     """Rows of an FP8 weight that share a scale; 0 for a plain weight."""
     scale_x: int
     block_m: int
-    """Rows of a tile of a product."""
     block_n: int
     block_k: int
     gate_m: int
-    """Rows of a tile of the gate's product, which is computed in fp32."""
+    """Rows of a tile of the gate's product, in fp32."""
     gate_n: int
     gate_k: int
     gate_parts: int
-    """Pieces of the gate's depth, each a task of its own."""
+    """Pieces of the gate's depth, a task each."""
     block_x: int
-    """Columns that a copy or a sum takes at once."""
+    """Columns of a copy or a sum at once."""
     parts: int
-    """Most tasks that copy the rows for one target, or return those of one source."""
+    """Most tasks that copy one target's rows, or return one source's."""
     pad_n: int
     """The power of two from num_instances up; pad_k, pad_e and pad_g likewise."""
     pad_k: int
@@ -59,30 +55,28 @@ class FusedShape(NamedTuple):
     pad_g: int
     pad_groups: int
     num_pairs: int
-    """Pairs that may arrive. Those of a shared expert have the numbers from here on."""
+    """Most pairs of arrived rows; shared experts' pairs are numbered from here on."""
     max_items: int
-    """Items of the longest queue, and one that is never published; of groups and row blocks too.
-
-    Groups and row blocks of shared experts come after so many.
+    """Items of the longest queue, plus one that is never published; also a bound of groups and of
+    row blocks, behind which those of shared experts follow.
     """
     shared_blocks: int
-    """Row blocks of a shared expert at most."""
+    """Most row blocks of a shared expert."""
     at_queue: int
-    """[2, queues, max_items]: item + 1 of each place (0: not published), and its tasks drawn."""
+    """[2, queues, max_items]: item + 1 of each place (0: not published), and its drawn tasks."""
     at_source: int
-    """[4, N + 1]: taken in, pairs left, parts returned of a source; parts sent to a target.
-
+    """[4, N + 1]: of a source: taken in, pairs left, parts returned; of a target: parts sent.
     Source N is this instance's own rows at its shared experts.
     """
     at_expert: int
     """[E]: pairs of each expert so far."""
     at_block: int
-    """[2, max_items + V * shared_blocks]: column tiles of `inner` and `product` done, by block."""
+    """[2, max_items + V * shared_blocks]: done column tiles of `inner` and `product`, by block."""
     at_gate: int
-    """[ceil(R / gate_m)]: tiles done of a row block of the gate's product."""
+    """[ceil(R / gate_m)]: done tiles of a row block of the gate's product."""
     num_counters: int
     dispatch_flag: int
-    """Bytes from the start of an instance's memory, as the other places of regions."""
+    """Bytes from the start of an instance's memory; so are the other places of regions."""
     dispatch_count: int
     dispatch_expert: int
     dispatch_weight: int
@@ -90,18 +84,18 @@ class FusedShape(NamedTuple):
     combine_flag: int
     combine_hidden: int
     is_card: bool
-    """Compiled for a GPU; the interpreter has no clock and nothing to sleep on."""
+    """Compiled for a GPU; the interpreter has neither clock nor sleep."""
 
 
 class FusedState(NamedTuple):
-    """The memory of an instance that lives from launch to launch. Pointers."""
+    """Pointers to an instance's memory that outlives launches."""
 
     peer: Any
-    """[N + 2] int64: addresses of the instances' memory, and more; see GpuExchange.table."""
+    """[N + 2] int64: GpuExchange.table."""
     error: Any
-    """[4] int64: the error word of the exchange."""
+    """[4] int64: the exchange's error word."""
     epoch: Any
-    """[1] int64: epochs that are complete."""
+    """[1] int64: complete epochs."""
     counter: Any
     """[num_counters] int32: zero between epochs."""
     seat: Any
@@ -117,7 +111,7 @@ class FusedState(NamedTuple):
     row: Any
     """[N, R] int32: the rows for each target, ascending."""
     slot: Any
-    """[N, R] int32: the place of each row at each target; -1 if it does not go there."""
+    """[N, R] int32: the place of each row at each target; -1: it does not go there."""
     size: Any
     """[queues, max_items] int32: tasks of each item."""
     group: Any
@@ -131,30 +125,30 @@ class FusedState(NamedTuple):
     product: Any
     """[num_pairs + V * R, X], in the dtype of the rows."""
     statistic: Any
-    """[6] int64: sweeps, waves, polls without a task, rows sent to instances and back, and on a GPU
-    the programs' nanoseconds in tasks and in launches."""
+    """[6] int64: sweeps, waves, polls without a task, rows sent to instances and back; on a GPU
+    also the programs' nanoseconds in tasks and in launches.
+    """
 
 
 class FusedRows(NamedTuple):
-    """The rows of one layer. Pointers."""
+    """Pointers to the rows of one layer."""
 
     x: Any
-    """[B, X]: what the gate and the experts get."""
+    """[B, X]: the input of the gate and the experts."""
     residual: Any
-    """[B, X]: what the sums are added to."""
+    """[B, X]: the sums are added to it."""
     live: Any
     """[B] uint8: 0 for a row that visits no expert."""
     out: Any
-    """[B, X]: the results."""
 
 
 class FusedWeights(NamedTuple):
-    """The gate and the experts of one layer. Pointers; a scale is not read for a plain weight."""
+    """Pointers to the gate and the experts of one layer; a plain weight's scale is not read."""
 
     gate: Any
     """[G, X] fp32."""
     gate_bias: Any
-    """[G] fp32, for the choice only; not read for a softmax gate."""
+    """[G] fp32, only for the choice; not read for a softmax gate."""
     place: Any
     """[G] int64: the slot of each expert here, -1 if it is elsewhere."""
     gate_up: Any
@@ -182,21 +176,20 @@ PAD_QUEUES = tl.constexpr(16)
 # Words, each in a line of memory of its own.
 WORD = tl.constexpr(32)
 FIRST = tl.constexpr(0)
-"""A word for each queue: the first item that may have a task left."""
+"""A word for each queue: its first item that may have a task left."""
 RESERVED = tl.constexpr(9)
-"""A word for each queue: its items."""
+"""A word for each queue: its number of items."""
 LOCK = tl.constexpr(18)
 LEFT = tl.constexpr(19)
 """Programs that have left the launch."""
 STARTED = tl.constexpr(20)
 CHOSEN = tl.constexpr(21)
-"""Rows whose experts are chosen."""
+"""Rows with chosen experts."""
 ROUTED = tl.constexpr(22)
-"""Targets whose rows are known."""
+"""Targets with known rows."""
 TAKEN_IN = tl.constexpr(23)
-"""Sources taken in."""
 TO_RETURN = tl.constexpr(24)
-"""Sources taken in that have rows."""
+"""Taken-in sources with rows."""
 GROUPS = tl.constexpr(25)
 BLOCKS = tl.constexpr(26)
 COMBINING = tl.constexpr(27)
@@ -211,41 +204,41 @@ PARTS_SENT = tl.constexpr(3)
 
 @triton.jit
 def first_region(epoch, S: tl.constexpr):
-    """Number the first region of an epoch's parity; the regions of its sources follow."""
+    """Return the first region of an epoch's parity; the regions of its sources follow."""
     return (epoch & 1) * S.num_instances
 
 
 @triton.jit
 def field(base, offset, like_ptr):
-    """Point to a field of an instance's memory, of the type of like_ptr."""
+    """Return a pointer to a field of an instance's memory, of the type of like_ptr."""
     return (base + offset).to(like_ptr.dtype)
 
 
 @triton.jit
 def rows_of(base, offset, like_ptr, region, S: tl.constexpr, WIDTH: tl.constexpr):
-    """Point to the rows of a region in a field of this width.
+    """Return a pointer to the rows of a region in a field of this width.
 
-    They are as aligned as a row is, which the compiler cannot see. It forgets a hint on a pointer
-    that is made of an address and a constant, and on one to which 64-bit offsets are added.
+    It has a row's alignment, which the compiler cannot see. It forgets such a hint on a pointer
+    made of an address and a constant, and on one with 64-bit offsets.
     """
     return tl.multiple_of(field(base, offset, like_ptr) + region * (S.max_rows * WIDTH), 16)
 
 
 @triton.jit
 def word(state, index):
-    """Point to a word of this epoch."""
+    """Return a pointer to a word of this epoch."""
     return state.counter + index * WORD
 
 
 @triton.jit
 def of_source(state, number: tl.constexpr, source, S: tl.constexpr):
-    """Point to a number of a source, or of a target."""
+    """Return a pointer to a number of a source or a target."""
     return state.counter + S.at_source + number * (S.num_instances + 1) + source
 
 
 @triton.jit
 def ready_at(state, place, S: tl.constexpr):
-    """Point to the item + 1 at a place; a queue's places begin at queue * max_items."""
+    """Return a pointer to the item + 1 at a place; a queue's begin at queue * max_items."""
     return state.counter + S.at_queue + place
 
 

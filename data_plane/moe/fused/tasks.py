@@ -1,15 +1,10 @@
-"""The tasks of a fused mixture in Triton that carry rows and run experts.
+"""The tasks of a fused MoE layer in Triton that carry rows and run experts.
 
-Enters: a task's item and number, the state of an epoch, rows, weights. Leaves: rows at peers, sums,
-items of the next queue. Does not know: the gate (fused/gate.py), who claims tasks, in what order
-(fused/kernel.py).
+A whole program calls each function. A number for others is stored, then comes a barrier, then a
+release: at the GPU's scope for programs of this instance, at the system's for peers.
 
-Every function is called by a program as a whole. A number that others read is stored, a barrier
-follows, and then something is released: at the GPU's scope for programs of this instance, at the
-system's for peers.
-
-Legend: see fused/state.py. A pair is a row that arrived and one of its experts: its number is
-(source * R + slot) * K + k, so it has a place of its own in `inner` and `product`.
+Legend: see fused/state.py. A pair is an arrived row and one of its experts, with the number (source
+* R + slot) * K + k, so it has its own place in `inner` and `product`.
 """
 
 from __future__ import annotations
@@ -62,9 +57,9 @@ def copy(from_ptr, to_ptr, width: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def dispatch_task(target, part, state, rows, instance, epoch, S: tl.constexpr):
-    """Send part of the rows for one target: one copy of a row, whatever it visits there.
+    """Send part of the rows for one target, each row once.
 
-    A target that is not in the term has no rows, and is not told so.
+    A target outside the term gets neither rows nor a flag.
     """
     K: tl.constexpr = S.per_row
     X: tl.constexpr = S.hidden
@@ -93,7 +88,7 @@ def multiply(
 ):  # fmt: skip
     """Add the product of x [BLOCK_M, BLOCK_K] and a tile of an expert's weight to acc.
 
-    The weight is [E, num_columns, width], column [BLOCK_N] are its rows, k [BLOCK_K] its columns
+    The weight is [E, num_columns, width]; column [BLOCK_N] are its rows, k [BLOCK_K] its columns
     from `begin` on. e4m3 is exact in bf16; a block's scale multiplies the product.
     """
     line = expert * num_columns + column
@@ -167,10 +162,9 @@ def inner_task(item, task, state, rows, weights, own, epoch, S: tl.constexpr):
 
 @triton.jit
 def output_task(item, task, state, weights, own, epoch, S: tl.constexpr):
-    """Compute a tile of the outputs of a row block, whose inner values are complete.
+    """Compute a tile of the outputs of a row block with complete inner values.
 
-    The last tile counts the block's pairs as done, and whoever does a source's last pair publishes
-    the return to this source.
+    A block's last tile counts its pairs as done; a source's last pair publishes the return to it.
     """
     M: tl.constexpr = S.block_m
     N: tl.constexpr = S.block_n
@@ -213,7 +207,7 @@ def output_task(item, task, state, weights, own, epoch, S: tl.constexpr):
 
 @triton.jit
 def publish_returns(state, source, is_due, own, epoch, S: tl.constexpr):
-    """Publish the return to each source that is due. source, is_due: blocks of one size."""
+    """Publish the return to each due source. source, is_due: blocks of one size."""
     one = is_due.to(tl.int32)
     reserved = word(state, RESERVED + RETURN) + source * 0
     slot = tl.atomic_add(reserved, one, mask=is_due, sem="relaxed", scope="gpu")

@@ -1,11 +1,8 @@
-"""A mixture of experts on a GPU, for captured steps: no count ever reaches the host.
+"""MoE layers on a GPU, for captured steps: no count ever reaches the host.
 
-Enters: rows, weights. Leaves: the rows with the weighted sums over their experts, and those normed.
-Does not know: which GEMM runs. Every instance puts to every instance, itself included, also for no
-rows; an instance that is alone puts nothing. It runs where DeepEP cannot. The CPU's sibling is
-all_to_all_cpu.py.
-
-Legend: B rows, K experts a row, X hidden size, N instances.
+Every instance puts to every one, itself included, also for no rows; one that is alone puts nothing.
+It runs where DeepEP cannot. The CPU's sibling is all_to_all_cpu.py. Legend: B rows, K experts a
+row, X hidden size, N instances.
 """
 
 from __future__ import annotations
@@ -35,21 +32,21 @@ from nanocp.values.experts import ExpertTable, home_table
 class GpuAllToAll(Protocol):
     """The MoE all-to-all of a captured step.
 
-    A layer calls dispatch, run_experts and combine, in this order. Instances that take turns in one
-    thread must all have made a call before one of them makes the next.
+    A layer calls dispatch, run_experts, combine in this order. Instances in one thread take turns,
+    one call each.
     """
 
     def place_experts(self, table: ExpertTable) -> None:
         """Set the place of each expert. Raises ValueError if it cannot send rows there."""
 
     def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
-        """Send the live rows to the instances that hold their experts.
+        """Send the live rows to the instances of their experts.
 
         x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
         """
 
     def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
-        """Run the experts here on all rows that arrived, and send the sums back."""
+        """Run the experts here on all arrived rows, and send the sums back."""
 
     def combine(
         self, dispatched: Any, x_BX: Tensor, shared_BX: Tensor | None, norm_X: Tensor, eps: float
@@ -66,23 +63,23 @@ def gated_rows(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
 
 
 class GpuMixtures:
-    """The mixtures of one instance over an all-to-all: see mixture.NormedMixture."""
+    """The MoE layers of one instance over an all-to-all: a mixture.NormedMixture."""
 
     def __init__(self, all_to_all: GpuAllToAll, model: ModelConfig, weights: GpuWeights) -> None:
         self._all_to_all, self._model = all_to_all, model
         self._layers, self._experts = weights.weights.layers, weights.experts
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Do nothing: who is in the term, the exchange knows."""
+        """Do nothing: the exchange knows the term's instances."""
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert; see GpuAllToAll.place_experts."""
+        """Set the place of each expert. Raises ValueError if it cannot send rows there."""
         self._all_to_all.place_experts(table)
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X)."""
+        """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X)."""
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
         expert_BK, weight_BK = gate(normed_BX, moe, self._model)
@@ -97,15 +94,15 @@ class GpuMixtures:
 
 @dataclass(frozen=True, slots=True)
 class GpuDispatched:
-    """What run_experts and combine must know of a dispatch."""
+    """A dispatch, as run_experts and combine need it."""
 
     x_BX: Tensor
     expert_BK: Tensor
     weight_BK: Tensor
     count_N: Tensor
-    """[N] int32: rows that went to each instance."""
+    """[N] int32: rows sent to each instance."""
     slot_NB: Tensor
-    """[N, B] int32: the slot of each row at each instance; -1 if it did not go there."""
+    """[N, B] int32: the slot of each row at each instance; -1: not sent there."""
 
 
 class GpuExpertExchange:
@@ -120,10 +117,7 @@ class GpuExpertExchange:
         max_rows: int,
         device: torch.device,
     ) -> None:
-        """Allocate the tables.
-
-        max_rows: bound of a batch, the same on every instance, since it sizes what arrives.
-        """
+        """max_rows: bound of a batch, equal on every instance, since it sizes the receive buffers."""
         self._exchange = exchange
         self._num_instances = num_instances
         home = home_table(num_experts, num_instances)
@@ -151,10 +145,7 @@ class GpuExpertExchange:
         return GpuDispatched(x_BX, expert_BK, weight_BK, count_N, slot_NB)
 
     def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
-        """Run the experts here, as GpuAllToAll.run_experts says; the sums go back at once.
-
-        Rows are read where they arrived, and sums are written where they are awaited.
-        """
+        """Run the experts on rows where they arrived, and write sums where they are awaited."""
         sent, count_N = dispatched, self._arrived_N
         self._exchange.wait(Channel.DISPATCH, count_N)
         pairs = find_arrived_pairs(
@@ -170,14 +161,14 @@ class GpuExpertExchange:
         norm_X: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Add what came back, as GpuAllToAll.combine says; it is read where it arrived."""
+        """Add the returned sums, read where they arrived, as GpuAllToAll.combine says."""
         self._exchange.wait(Channel.COMBINE, dispatched.count_N)
         return sum_returned(x_BX, self._exchange, dispatched.slot_NB, shared_BX, norm_X, eps)
 
 
 @dataclass(slots=True)
 class AloneDispatched:
-    """A batch whose experts are all here."""
+    """A batch with all its experts here."""
 
     x_BX: Tensor
     expert_BK: Tensor
@@ -188,10 +179,10 @@ class AloneDispatched:
 
 
 class GpuAlone:
-    """A GpuAllToAll of an instance that has every expert: no row goes anywhere."""
+    """A GpuAllToAll of an instance with every expert: no row travels."""
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Check that all experts are here."""
+        """Raise ValueError unless all experts are here."""
         assert not any(table.seats), "one instance has every expert"
 
     def dispatch(
@@ -201,7 +192,7 @@ class GpuAlone:
         return AloneDispatched(x_BX, expert_BK, weight_BK, live_B)
 
     def run_experts(self, dispatched: AloneDispatched, experts: GroupedExperts) -> None:
-        """Run the experts, and shared ones that lie with them."""
+        """Run the experts, and the shared ones beside them."""
         pairs = dispatched.pairs = find_pairs(
             dispatched.x_BX,
             dispatched.expert_BK,

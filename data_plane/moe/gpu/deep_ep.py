@@ -1,13 +1,9 @@
 """Dispatch and combine by DeepEP's low-latency kernels (V1), an all_to_all_gpu.GpuAllToAll.
 
-Enters: rows, their experts and weights. Leaves: for each row, the weighted sum over its experts.
-Does not know: the gate, the expert arithmetic, the exchange's epochs (DeepEP has its own).
-
 tests/harness/gpu_stand_ins/published_packages.py keeps the public signatures, with their source.
 The host turns the parity of DeepEP's buffers at every call, so a graph captures whole pairs of
-dispatch and combine. The buffers' layout follows from max_rows, so it is the same on every
-instance. A call sends, and the hook that it returns receives: what is computed in between takes no
-time from both. NIXL-EP (nixl_ep.py) has the same calls.
+dispatch and combine. A call sends, and its hook receives, so work in between costs neither time.
+NIXL-EP (nixl_ep.py) has the same calls.
 """
 
 from __future__ import annotations
@@ -32,12 +28,12 @@ _DEFAULT_QP_DEPTH = 1024
 
 @dataclass(slots=True)
 class LowLatencyDispatched:
-    """What is under way to the experts, and then back from them."""
+    """Rows on their way to the experts, and then back."""
 
     receive: Callable[[], None]
-    """Waits for what the peers send: rows for the experts here, or sums for the rows here."""
+    """Waits for the peers' rows for the experts here, or their sums for the rows here."""
     y: Tensor
-    """[E, S, X]: rows that arrive, by expert; after run_experts [B, X]: sums that arrive."""
+    """[E, S, X]: arriving rows by expert; after run_experts [B, X]: arriving sums."""
     count_E: Tensor
     expert_BK: Tensor
     weight_BK: Tensor
@@ -45,13 +41,12 @@ class LowLatencyDispatched:
 
 
 class LowLatencyExchange:
-    """The MoE all-to-all of one instance over the calls that DeepEP and NIXL-EP have alike."""
+    """The MoE all-to-all of one instance over the common calls of DeepEP and NIXL-EP."""
 
     def __init__(self, buffer: Any, num_experts: int, max_rows: int) -> None:
-        """Keep the buffer, a Buffer of one of the packages in low-latency mode.
+        """buffer: a Buffer of one of the packages in low-latency mode.
 
-        num_experts: of all instances, as the package numbers them. max_rows: the same on every
-        instance and in every graph.
+        num_experts: of all instances. max_rows: equal on every instance and in every graph.
         """
         self._buffer, self._num_experts, self._max_rows = buffer, num_experts, max_rows
 
@@ -66,7 +61,7 @@ class LowLatencyExchange:
         return LowLatencyDispatched(receive, x_ESX, count_E, chosen_BK, weight_BK, handle)
 
     def run_experts(self, dispatched: LowLatencyDispatched, experts: GroupedExperts) -> None:
-        """Run the experts here, as GpuAllToAll.run_experts says, and send their rows back."""
+        """Run the experts here and send their rows back."""
         sent = dispatched
         sent.receive()
         y_ESX = experts.run_grouped(sent.y, sent.count_E)
@@ -89,7 +84,7 @@ class LowLatencyExchange:
         return add_norm(x_BX, norm_X, eps, dispatched.y, shared_BX)
 
     def _numbered(self, expert_BK: Tensor) -> Tensor:
-        """The package's number of each expert."""
+        """Return the package's number of each expert."""
         return expert_BK
 
 
@@ -140,9 +135,9 @@ def deep_ep_obstacle(
     max_rows: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Say why DeepEP cannot serve here; an empty string if it can.
+    """Return the reason why DeepEP cannot serve here; empty if it can.
 
-    max_rows: bound of an instance's batch. environment: where NVSHMEM_QP_DEPTH is looked up.
+    max_rows: bound of an instance's batch. environment: has NVSHMEM_QP_DEPTH, if set.
     """
     if device.type != "cuda":
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
@@ -171,10 +166,10 @@ def rows_obstacle(
     per_token: tuple[int, int],
     num_rows: int,
 ) -> str:
-    """Say why low-latency kernels cannot carry such rows; an empty string if they can.
+    """Return the reason why low-latency kernels cannot carry such rows; empty if they can.
 
-    hidden_sizes: those that they are compiled for. per_token: how many experts a row visits, and
-    the most that it may. num_rows: that all instances may send to one.
+    hidden_sizes: the compiled ones. per_token: experts of a row, and their maximum. num_rows: most
+    rows of all instances for one.
     """
     if dtype != torch.bfloat16:
         return f"it carries bfloat16, not {dtype}"

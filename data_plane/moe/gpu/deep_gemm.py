@@ -1,12 +1,8 @@
 """DeepGEMM's FP8 GEMMs: a masked one as a backend of grouped experts, and one for dense layers.
 
-Enters: rows in bf16, grouped or not, weights, counts on the device. Leaves: rows in bf16. Does not
-know: what experts and layers compute.
-
 tests/harness/gpu_stand_ins/published_packages.py keeps its public signature, with the source. On
-Hopper it takes e4m3 with fp32 scales: one for 1 x 128 of the rows, one for 128 x 128 of the
-weights. It compiles each shape on first use, so it must have run once before a graph with it is
-captured.
+Hopper it takes e4m3 with fp32 scales: 1 x 128 of the rows, 128 x 128 of the weights. It compiles
+each shape on first use, so it runs once before a graph is captured.
 
 Legend: B rows, E experts, S slots of an expert, X columns in, K blocks of them, N columns out.
 """
@@ -25,7 +21,7 @@ from data_plane.moe.gpu.pairs import Pairs, lay_out
 
 _FP8_MAX = torch.finfo(FP8).max
 _TMA_COLUMNS = 8
-"""Columns in bf16 of 16 bytes: TMA takes tensors whose rows are multiples of that."""
+"""TMA takes rows of whole 16 bytes: multiples of this number of bf16 columns."""
 
 Fp8 = tuple[Tensor, Tensor]
 """(e4m3 values, fp32 scales)."""
@@ -35,15 +31,12 @@ class DeepGemm:
     """DeepGEMM as a grouped.PairsGemm and an Fp8DenseGemm; rows and plain weights become FP8."""
 
     def __init__(self, expected_rows: int, package: Any = None) -> None:
-        """expected_rows: about how many an expert gets, a hint for the choice of tiles.
-
-        package: deep_gemm; a test passes a stand-in.
-        """
+        """expected_rows: of an expert, a hint for tiles. package: deep_gemm or a stand-in."""
         self._expected_rows = expected_rows
         self._package = package or import_module("deep_gemm")
 
     def prepare(self, weight_ENX: Tensor) -> Fp8:
-        """Round plain weights to FP8 blocks, as GroupedGemm.prepare says.
+        """Round plain weights to FP8 blocks.
 
         Raises ValueError if a width is not a multiple of a block's.
         """
@@ -56,7 +49,7 @@ class DeepGemm:
         return values.reshape(weight_ENX.shape), scale[:, :, 0, :, 0].contiguous()
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Say why blocks of this size are not taken; an empty string if they are."""
+        """Return the reason why blocks of this size are not taken; empty if they are."""
         return "" if block == (BLOCK, BLOCK) else f"deep_gemm reads blocks of {BLOCK}x{BLOCK}"
 
     def prepare_fp8(self, weight: Fp8Weight) -> Fp8:
@@ -124,7 +117,7 @@ class DenseLayer:
 def _quantise(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Split x into (e4m3 values, fp32 scale); elements along `dims` share a scale.
 
-    The largest of the elements that share a scale becomes e4m3's largest.
+    The largest of them becomes e4m3's largest.
     """
     scale = (x.abs().amax(dim=dims, keepdim=True) / _FP8_MAX).clamp_min(1e-10)
     return (x / scale).to(FP8), scale

@@ -1,11 +1,8 @@
 """The gate on a GPU in two launches: scores in pieces of the depth, then each row's choice.
 
-Enters: rows and a gate's weights. Leaves: expert ids and weights. Does not know: where experts are.
-The slow reference is moe/gate.py.
-
-Scores have fp32's precision. Rows in bf16 meet fp32 weights on the tensor cores: a weight is the
-exact sum of three bf16 numbers, and products of bf16 are exact in fp32. So a score's error is that
-of fp32 sums: at most (width + 3) * 2**-23 of the sum of the products' magnitudes.
+The slow reference is moe/gate.py. Scores have fp32's precision: on the tensor cores a weight enters
+as the exact sum of three bf16 numbers, and products of bf16 are exact in fp32. A score's error is
+at most (width + 3) * 2**-23 of the sum of the products' magnitudes.
 
 Legend: B rows, X hidden, E experts, K experts a row, G groups.
 """
@@ -24,7 +21,7 @@ from data_plane.model.weights import MoeWeights
 
 
 class ScoreTiles(NamedTuple):
-    """How the product is cut."""
+    """The cut of the product."""
 
     rows: int
     columns: int
@@ -36,7 +33,7 @@ class ScoreTiles(NamedTuple):
 TILES_BF16 = ScoreTiles(64, 32, 64, 4, 3)
 TILES_FP32 = ScoreTiles(32, 32, 16, 4, 2)
 NUM_PROGRAMS = 128
-"""About as many as a Hopper GPU has multiprocessors: the depth is cut for that."""
+"""About the multiprocessors of a Hopper GPU: the depth is cut for this number."""
 MAX_PARTS = 32
 
 
@@ -85,10 +82,7 @@ def scores_kernel(
 
 @triton.jit
 def _best(value, is_left, number):
-    """Find the highest of the values that are left, of equal ones the first: its number.
-
-    A value may be NaN, and whatever it is, the number is one of those left.
-    """
+    """Find the number of the highest value left, of equal ones the first; NaN is allowed."""
     highest = tl.max(tl.max(tl.where(is_left, value, float("-inf")), 1), 0)
     is_lower = (value < highest) | (is_left == 0)
     return tl.min(tl.min(tl.where(is_lower, 2147483647, number), 1), 0)

@@ -1,10 +1,7 @@
 """Grouped GEMM in Triton over the rows of each expert, read where they are.
 
-Enters: rows by slot or pairs, weights, counts on the device. Leaves: rows by slot. Does not know:
-the gate, where rows came from. The slow reference is ReferenceGemm of
-tests/harness/kernels/slow_references.py.
-
-Legend: E experts, S slots of an expert, X columns in, N columns out.
+The slow reference is ReferenceGemm of tests/harness/kernels/slow_references.py. Legend: E experts,
+S slots of an expert, X columns in, N columns out.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _LEAST_PROGRAMS = 16
 
 
 class GemmTiles(NamedTuple):
-    """How a product is cut: rows and columns of a tile, warps and stages of a program.
+    """The cut of a product: rows and columns of a tile, warps and stages of a program.
 
     Decode brings few rows; 64 is the least that wgmma takes.
     """
@@ -39,7 +36,7 @@ class GemmTiles(NamedTuple):
 
 
 GATED, PLAIN = GemmTiles(64, 64, 4, 3), GemmTiles(64, 128, 4, 4)
-"""Three stages let three gated programs share a multiprocessor (72 KB each), four only two."""
+"""With three stages, three gated programs share a multiprocessor (72 KB each); with four, two."""
 GATED_MANY, PLAIN_MANY = GemmTiles(128, 32, 4, 3), GemmTiles(128, 256, 8, 3)
 """For experts with about 128 rows or more, so that weights are read once."""
 GATED_FP8, PLAIN_FP8 = GemmTiles(64, 64, 8, 4), GemmTiles(64, 128, 8, 4)
@@ -48,7 +45,7 @@ _MANY = 128
 
 
 def _tiles(dtype: torch.dtype, is_gated: bool, is_fp8: bool, expected_rows: int) -> GemmTiles:
-    """Choose how to cut a product; measured on an H200 (docs/log.md)."""
+    """Choose the cut of a product; measured on an H200 (docs/log.md)."""
     if dtype == torch.float32:
         pair = GATED_FP32, PLAIN_FP32
     elif is_fp8:
@@ -82,8 +79,8 @@ def grouped_gemm_kernel(
 
     GATHERS: the row of a slot is row_ptr's, else the slot's own. IS_GATED: a weight has gate, then
     up, num_columns each, and the result is silu(gate) * up. SCALE_N, SCALE_X: rows and columns of
-    an FP8 weight that share a scale; 0 for a plain weight. e4m3 is exact in bf16, so values enter
-    the products as they are; a block's scale multiplies the product.
+    an FP8 weight that share a scale; 0: plain. e4m3 is exact in bf16; a block's scale multiplies
+    the product.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < num_columns
@@ -142,20 +139,20 @@ class TritonGemm(PairsGemm):
     """A grouped.PairsGemm by the kernel of this file."""
 
     def __init__(self, rows_a_row: float = 1.0) -> None:
-        """rows_a_row: about how many rows an expert gets for each row of an instance's batch."""
+        """rows_a_row: about the rows of an expert for each row of an instance's batch."""
         self._rows_a_row = rows_a_row
 
     def prepare(self, weight_ENX: Tensor) -> Tensor:
         return weight_ENX.contiguous()
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Say why blocks do not fit the kernel's tiles; an empty string if they do."""
+        """Return the reason why blocks do not fit the kernel's tiles; empty if they do."""
         if block[1] % DEPTH == 0:
             return ""
         return f"triton reads {DEPTH} columns at a time, and blocks are {block[1]} wide"
 
     def prepare_fp8(self, weight: Fp8Weight) -> Fp8Weight:
-        """Take FP8 weights and scales, contiguous, as Fp8GroupedGemm.prepare_fp8 says."""
+        """Take FP8 weights and scales, contiguous."""
         return weight._replace(values=weight.values.contiguous(), scale=weight.scale.contiguous())
 
     def run(self, x_ESX: Tensor, prepared: Tensor | Fp8Weight, count_E: Tensor) -> Tensor:
@@ -166,7 +163,7 @@ class TritonGemm(PairsGemm):
     def run_pairs(
         self, pairs: Pairs, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight
     ) -> Tensor:
-        """Run an MLP on pairs in two launches, as PairsGemm.run_pairs says."""
+        """Run an MLP on pairs in two launches."""
         num_slots, expected = pairs.row_ES.shape[1], round(len(pairs.x) * self._rows_a_row)
         inner = _product(pairs.x, gate_up, pairs.count_E, num_slots, expected, pairs)
         return _product(inner, down, pairs.count_E, num_slots, expected)
@@ -180,7 +177,7 @@ def _product(
     expected_rows: int,
     pairs: Pairs | None = None,
 ) -> Tensor:
-    """Multiply rows by slot, or the rows of pairs and gate the result: [E * S, N]."""
+    """Multiply rows by slot, or gate the products of pairs' rows: [E * S, N]."""
     values, scale, block = (weight, weight, (0, 0)) if isinstance(weight, Tensor) else weight
     is_gated = pairs is not None
     num_experts, columns, width = values.shape

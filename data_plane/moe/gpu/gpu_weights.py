@@ -1,8 +1,4 @@
-"""Weights of one instance on its GPU: what model/layers.py takes, and experts as grouped GEMMs.
-
-Enters: weights that were loaded plain (linear.PlainPacking). Leaves: the same on the GPU. Does not
-know: checkpoints.
-"""
+"""Weights of one instance on its GPU: those of model/layers.py, and experts as grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -27,13 +23,13 @@ class GpuWeights:
     """A decoder on a GPU, with the experts of one instance."""
 
     weights: ModelWeights
-    """All but the experts: `mlps` of every mixture of experts is empty."""
+    """All but the experts: `mlps` of every MoE layer is empty."""
     experts: tuple[GroupedExperts | None, ...]
-    """The experts of each layer; None for a dense one. Shared ones follow in a fused mixture's."""
+    """The experts of each layer, None for a dense one; in a fused MoE layer shared ones follow."""
 
     @property
     def has_fp8_experts(self) -> bool:
-        """Whether the experts' weights are in FP8."""
+        """True if the experts' weights are in FP8."""
         return any(isinstance(experts.down, Fp8Weight) for experts in self.experts if experts)
 
     def put_expert(self, layer: int, slot: int, mlp: MlpWeights) -> None:
@@ -52,12 +48,11 @@ def place_weights(
     num_slots: int = 0,
     is_alone: bool = False,
 ) -> GpuWeights:
-    """Copy weights to the device, layer by layer, and make the rope table reach max_len.
+    """Copy weights to the device, layer by layer, and extend the rope table to max_len.
 
-    is_fused: shared experts follow the experts, each with a slot of its own, as a fused mixture
-    takes them. num_slots: for experts in a layer; at least those that are here have one. is_alone:
-    no other instance has experts, so nothing travels, and shared experts follow the experts where
-    they can. Raises ValueError if they must and cannot.
+    is_fused: shared experts follow the experts, in slots of their own. num_slots: for experts in a
+    layer, at least for those here. is_alone: no other instance has experts, so shared ones follow
+    if they can. Raises ValueError if they must and cannot.
     """
     weights.rope.place(device, max_len)
     linear = partial(_linear, gemm, device, weights.embedding.dtype)
@@ -102,9 +97,9 @@ def _experts(
 
 
 def _can_join(moe: MoeWeights, gemm: GroupedGemm) -> bool:
-    """Whether shared experts can lie with the experts: weights of one kind and a whole width.
+    """True if shared experts can lie with the experts: one kind of weights and a whole width.
 
-    Plain ones do not join experts that the GEMM would round to FP8: they stay plain elsewhere too.
+    Plain ones stay apart from experts that the GEMM would round to FP8.
     """
     if moe.shared is None or moe.shared_gate is not None or not moe.mlps:
         return False
@@ -152,7 +147,6 @@ def _cut(weight: Weight, dim: int, begin: int, size: int) -> Weight:
 
 
 def _joined(first: Weight, second: Weight) -> Weight:
-    """Put one weight under the other, both of one kind."""
     if isinstance(first, Fp8Weight) and isinstance(second, Fp8Weight):
         values = torch.cat([first.values, second.values])
         return first._replace(values=values, scale=torch.cat([first.scale, second.scale]))
@@ -174,7 +168,7 @@ def _stacked(weights: list[Weight]) -> Weight:
 def _placed(
     weights: Any, device: torch.device, linear: Callable[[LinearLayer], LinearLayer]
 ) -> Any:
-    """Copy the weights of a layer or of a part of it to the device, without experts."""
+    """Copy the weights of a layer or a part to the device, without experts."""
     changes: dict[str, Any] = {}
     for name in weights.__dataclass_fields__:
         value = getattr(weights, name)
@@ -192,7 +186,7 @@ def _placed(
 def _linear(
     gemm: GroupedGemm, device: torch.device, dtype: torch.dtype, linear: LinearLayer
 ) -> LinearLayer:
-    """Copy a layer; one in FP8 is de-quantised unless the experts' GEMM takes dense ones too."""
+    """Copy a layer; FP8 is de-quantised unless the experts' GEMM takes dense layers too."""
     weight = _weight(linear)
     if isinstance(weight, Fp8Weight):
         if isinstance(gemm, Fp8DenseGemm) and (dense := gemm.dense(weight.to(device))):

@@ -1,11 +1,8 @@
-"""The experts of one instance on a GPU: grouped GEMMs over rows that are laid out by expert.
+"""The experts of one instance on a GPU: grouped GEMMs over rows laid out by expert.
 
-Enters: grouped rows, or pairs. Leaves: grouped rows. Does not know: what sent the rows, which GEMM
-runs. The CPU's sibling is experts.py.
-
-The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a
-count for each expert. Slots after a count are not read and not written. Shapes follow from bounds,
-and no count reaches the host: a captured step stays right.
+The layout, also of DeepEP's low-latency kernels and DeepGEMM's masked GEMMs: [E, S, X] and a count
+for each expert; slots after a count are neither read nor written. Shapes follow from bounds, so a
+captured step stays right. The CPU's sibling is experts.py.
 
 Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N
 columns.
@@ -29,7 +26,7 @@ class GroupedGemm(Protocol):
     """One weight for each expert, applied to that expert's rows."""
 
     def prepare(self, weight_ENX: Tensor) -> Any:
-        """Lay the weights out as `run` reads them; called once."""
+        """Lay the weights out for `run`; called once."""
 
     def run(self, x_ESX: Tensor, prepared: Any, count_E: Tensor) -> Tensor:
         """Multiply: x W^T [E, S, N], in the dtype of x.
@@ -43,15 +40,15 @@ class Fp8GroupedGemm(GroupedGemm, Protocol):
     """A grouped GEMM that also takes weights in FP8, as checkpoints publish them."""
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Say why it cannot take blocks of these (rows, columns); an empty string if it can."""
+        """Return the reason why it cannot take blocks of (rows, columns); empty if it can."""
 
     def prepare_fp8(self, weight: Fp8Weight) -> Any:
-        """Lay FP8 weights [E, N, X] out as `run` reads them; nothing is de-quantised."""
+        """Lay FP8 weights [E, N, X] out for `run`; nothing is de-quantised."""
 
 
 @runtime_checkable
 class PairsGemm(Fp8GroupedGemm, Protocol):
-    """A grouped GEMM that also runs whole MLPs on pairs, which it reads where their rows are."""
+    """A grouped GEMM that also runs whole MLPs on pairs, read where their rows are."""
 
     def run_pairs(self, pairs: Pairs, gate_up: Any, down: Any) -> Tensor:
         """Run every expert on its rows: [E * S, X] by slot, not weighted, in the dtype of x."""
@@ -68,18 +65,18 @@ class GroupedExperts:
         down_EXI: Tensor | Fp8Weight,
         num_shared: int = 0,
     ) -> None:
-        """Prepare the weights for `gemm`: FP8 ones only for a gemm that takes them.
+        """Prepare the weights for `gemm`; FP8 ones need a gemm that takes them.
 
-        place_E: [num_experts] int64, the number of each expert among the num_here that are here, -1
-        if it is elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I]. num_shared:
-        so many shared experts follow those that are here.
+        place_E: [num_experts] int64, the number of each expert among those here, -1 if it is
+        elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I]. num_shared: shared
+        experts behind those.
         """
         self._gemm, self.place_E, self.num_shared = gemm, place_E, num_shared
         self.num_here = _num_experts(gate_up_ENX) - num_shared
         self.gate_up, self.down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
     def put(self, slot: int, gate_up_NX: Tensor | Fp8Weight, down_XI: Tensor | Fp8Weight) -> None:
-        """Write another expert's weights into a slot; those of all slots stay where they are."""
+        """Write another expert's weights into a slot; no slot moves in memory."""
         for held, weight in ((self.gate_up, gate_up_NX), (self.down, down_XI)):
             one = weight[None] if isinstance(weight, Tensor) else Fp8Weight.stack([weight])
             one = _prepared(self._gemm, one)
@@ -107,7 +104,7 @@ def _num_experts(weight: Tensor | Fp8Weight) -> int:
 
 
 def _tensors(prepared: Any) -> list[Tensor]:
-    """List the tensors of prepared weights: values, and scales where they are apart."""
+    """Return the tensors of prepared weights: values, and scales where they are apart."""
     parts = [prepared] if isinstance(prepared, Tensor) else prepared
     return [part for part in parts if isinstance(part, Tensor)]
 

@@ -1,17 +1,11 @@
 """Dispatch and combine by NIXL-EP's low-latency kernels, an all_to_all_gpu.GpuAllToAll with terms.
 
-Enters: rows, their experts and weights; the instances of a term. Leaves: for each row, the weighted
-sum over its experts. Does not know: the gate, the expert arithmetic, the exchange's epochs.
-
 Experimental: no card has run this (docs/decisions/0066).
-tests/harness/gpu_stand_ins/nixl_ep_stand_in.py keeps the public signatures.
-
-A graph captures addresses of one buffer, so an instance has the same one in every term. Its kernels
-read in a mask on the device to whom they send and for whom they wait, and instances that are not
-connected are masked. So an instance that is alone runs steps at once, and captures them so.
-
-NIXL-EP computes the instance of an expert from its number. So rows carry the number of the slot
-that the expert is in: seat * slots of a seat + slot.
+tests/harness/gpu_stand_ins/nixl_ep_stand_in.py keeps the public signatures. A graph captures
+addresses of one buffer, so all terms share it. A mask on the device names the instances to send to
+and to await; unconnected ones are masked, so an instance that is alone can capture steps. NIXL-EP
+computes an expert's instance from its number, so rows carry its slot's: seat * slots of a seat +
+slot.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ _PACKAGES = ("nixl_ep_cu13", "nixl_ep_cu12")
 _HIDDEN_SIZES = (2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
 _MAX_EXPERTS_PER_TOKEN = 16
 _NODE = 8
-"""From so many instances on, their number must be a multiple of it."""
+"""From this number of instances on, it must be a multiple of this."""
 _KIND = "nixl_ep"
 _WORD_BYTES = 8
 
@@ -95,9 +89,9 @@ class NixlEpExchange(LowLatencyExchange):
         self._number_E.copy_(torch.tensor(numbers, dtype=torch.int64))
 
     def begin_term(self, seats: Sequence[int]) -> None:
-        """Connect to the other instances of a term, who do the same; no step of any may run.
+        """Connect to the other instances of a term, who do the same; no step may run.
 
-        seats: with this one. Raises ExchangeTimeout or PeerLost, both with the peer, or TermOver.
+        seats: with this one. Raises ExchangeTimeout or PeerLost, which name the peer, or TermOver.
         """
         self.leave()
         # What came for a step that was abandoned would pass for what this term's peers send.
@@ -110,7 +104,7 @@ class NixlEpExchange(LowLatencyExchange):
         self.check()
 
     def leave(self) -> None:
-        """Disconnect from all instances, which masks them; no step may run. Idempotent."""
+        """Disconnect from, and so mask, all instances; no step may run. Idempotent."""
         if self._connected:
             # The package removes the last ones of its list only: all of them always are.
             self._buffer.disconnect_ranks(self._connected)
@@ -120,8 +114,8 @@ class NixlEpExchange(LowLatencyExchange):
     def check(self) -> None:
         """Raise ExchangeTimeout, with the peer, or TermOver, if a wait for a peer was given up.
 
-        A kernel that waits too long masks its peer and goes on with wrong rows, in silence. Costs
-        a launch and a copy, for which it waits.
+        A kernel that waits too long silently masks its peer and goes on with wrong rows. Waits for
+        a launch and a copy.
         """
         if not self._connected:
             return
@@ -141,10 +135,10 @@ class NixlEpExchange(LowLatencyExchange):
 
 
 class _TermMetadata:
-    """What NIXL-EP takes for a TCPStore: metadata of instances, in descriptions of segments.
+    """A TCPStore for NIXL-EP: metadata of instances, in descriptions of segments.
 
-    So a wait for a peer ends with the peer, with the term, or at a limit. A segment has a word for
-    each instance, which that one sets when it has read the metadata of all.
+    So a wait for a peer ends with the peer, with the term, or at a limit. Each instance sets its
+    word in a segment once it has read all metadata.
     """
 
     def __init__(
@@ -165,8 +159,8 @@ class _TermMetadata:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for the metadata of these instances, and until each has read that of all.
 
-        From then on nobody needs a thread of this process, which matters: the package holds
-        Python's lock while it connects. Raises ExchangeTimeout, PeerLost or TermOver.
+        Only then may the package hold Python's lock, as it does while it connects: nobody needs
+        this process any more. Raises ExchangeTimeout, PeerLost or TermOver.
         """
         assert self._own is not None, "set comes first"
         deadline = time.monotonic() + self._limits.start_timeout_ms / 1000
@@ -202,7 +196,7 @@ class _TermMetadata:
             )
 
     def delete_key(self, key: str) -> None:
-        """Do nothing: a peer may read it later. It goes when the term is left."""
+        """Do nothing: a peer may still read it, and `leave` withdraws it."""
 
     def leave(self) -> None:
         """Withdraw the metadata. Idempotent."""
@@ -212,7 +206,7 @@ class _TermMetadata:
 
 
 def _word(segment: Segment | OwnedSegment, instance: int) -> Word:
-    """The word that an instance sets in a segment when it has read all metadata."""
+    """Return the word that an instance sets in a segment when it has read all metadata."""
     return Word(segment.memory, segment.data_offset + instance * _WORD_BYTES)
 
 
@@ -229,7 +223,7 @@ def nixl_ep_obstacle(
     num_instances: int,
     max_rows: int,
 ) -> str:
-    """Say why NIXL-EP cannot serve here; an empty string if it can.
+    """Return the reason why NIXL-EP cannot serve here; empty if it can.
 
     max_rows: bound of an instance's batch.
     """

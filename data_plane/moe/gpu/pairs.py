@@ -1,13 +1,9 @@
-"""Pairs of a row and an expert on a GPU: who visits whom, and rows laid out by expert.
+"""Pairs of a row and an expert on a GPU, and their rows laid out by expert.
 
-Enters: experts of rows that are here or in the exchange's memory, counts on the device. Leaves:
-tables of pairs, rows laid out. Does not know: the gate, products, when rows arrive. The slow
-reference is group_rows of tests/harness/kernels/slow_references.py.
-
-A pair's slot is expert * S + place: those of an expert lie side by side, S slots for each. Rows are
-read where they are, by a table of the slots' rows, so no row is copied. Row r of the exchange's
-memory is (parity * N + source) * slots + slot. Shared experts follow the experts here, and every
-row of a batch visits them.
+The slow reference is group_rows of tests/harness/kernels/slow_references.py. A pair's slot is
+expert * S + place. A table of the slots' rows avoids copies; row r of the exchange's memory is
+(parity * N + source) * slots + slot. Shared experts follow the experts here, and every row of a
+batch visits them.
 
 Legend: B rows, K experts a row, N instances, E experts here, S slots of an expert, X hidden, V
 shared experts.
@@ -41,10 +37,10 @@ def pairs_kernel(
 ):  # fmt: skip
     """Program e: give a slot to every row that visits local expert e, in row order.
 
-    Writes row_ptr [E + V, S], the row in each slot; slot_ptr [rows, K + V], -1 for an expert that
-    is elsewhere; count_ptr [E + V]; all int32. IN_REGION: rows and ids are in the exchange's
-    memory, num_rows slots for each source, as many as the sources' counts say; else they are the
-    num_rows rows of this instance, of which the live ones visit.
+    Writes int32 row_ptr [E + V, S], the row in each slot; slot_ptr [rows, K + V], -1 for an expert
+    elsewhere; count_ptr [E + V]. IN_REGION: rows and ids are in the exchange's memory, num_rows
+    slots for each source, of which its count says the used ones; else they are this instance's
+    num_rows rows, of which the live ones visit.
     """
     e = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
@@ -98,7 +94,7 @@ def pairs_kernel(
 
 @triton.jit
 def first_row_of(x_ptr, peer_ptr, offset, instance, IN_REGION: tl.constexpr):
-    """Where rows begin: in x, or in a field of this instance's memory, which is aligned."""
+    """Return a pointer to the first row: in x, or in an aligned field of this instance's memory."""
     if IN_REGION:
         return tl.multiple_of((tl.load(peer_ptr + instance) + offset).to(x_ptr.dtype), 16)
     else:
@@ -107,7 +103,7 @@ def first_row_of(x_ptr, peer_ptr, offset, instance, IN_REGION: tl.constexpr):
 
 @triton.jit
 def count_tiles(count_ptr, num_experts, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Count row tiles: (experts, their counts, their tiles, where those end, all tiles)."""
+    """Count row tiles: (experts, their counts, their tiles, ends of those, all tiles)."""
     e = tl.arange(0, BLOCK_E)
     counts = tl.load(count_ptr + e, mask=e < num_experts, other=0)
     tiles = (counts + BLOCK_S - 1) // BLOCK_S
@@ -159,20 +155,21 @@ class Pairs:
     """The pairs of a layer, on the device."""
 
     x: Tensor
-    """The rows [B, X]; a batch of the same dtype, read by nobody, if the rows are in a region."""
+    """The rows [B, X]; if they are in a region, a batch for its dtype only."""
     region: Region | None
-    """Where the rows are; None: in x."""
+    """The region of the rows; None: they are in x."""
     row_ES: Tensor
-    """[E + V, S] int32: the row in each slot, as far as the counts say."""
+    """[E + V, S] int32: the row in each used slot."""
     count_E: Tensor
-    """[E + V] int32: slots of each expert that have a row."""
+    """[E + V] int32: used slots of each expert."""
     slot: Tensor
-    """[rows, K + V] int32, -1 for an expert that is elsewhere; rows of a region by source, then
-    slot, without the parity."""
+    """[rows, K + V] int32, -1 for an expert elsewhere; rows of a region by source, then slot,
+    without the parity.
+    """
 
     @property
     def place(self) -> tuple[Tensor, int, int, int]:
-        """What tells a kernel where rows are: (table, offset, instance, elements of a row)."""
+        """The place of the rows for a kernel: (table, offset, instance, elements of a row)."""
         if self.region is None:
             return self.row_ES, 0, 0, self.x.shape[1]
         region = self.region
@@ -190,8 +187,7 @@ def find_pairs(
     """Find the pairs of the live rows of a batch with experts that are here.
 
     expert_BK: int64 ids. live_B: bool. place_E: [num_experts] int64, the number of each expert
-    among the num_here that are here, -1 if it is elsewhere. num_shared: experts that every live row
-    visits.
+    among the num_here here, -1 if it is elsewhere. num_shared: experts that every live row visits.
     """
     num_rows, per_row = expert_BK.shape
     row_ES, slot, count_E = _tables(x_BX, num_here + num_shared, num_rows, slot_shape=(
@@ -216,10 +212,10 @@ def find_arrived_pairs(
     place_E: Tensor,
     num_here: int,
 ) -> Pairs:
-    """Find the pairs of rows that a wait for DISPATCH found in the exchange's memory.
+    """Find the pairs of the rows that a wait for DISPATCH found in the exchange's memory.
 
-    x_BX, expert_BK: a batch of this instance, for the dtypes and the number of experts a row.
-    count_N: [N] int32, rows from each instance. place_E, num_here: as `find_pairs` takes them.
+    x_BX, expert_BK: a batch of this instance, for the dtypes and the experts a row. count_N: [N]
+    int32, rows from each instance. place_E, num_here: as of `find_pairs`.
     """
     ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("expert", "hidden"))
     num_instances, per_row = len(count_N), expert_BK.shape[1]
@@ -249,12 +245,12 @@ def lay_out(
     x: Tensor, count_E: Tensor, num_slots: int, pairs: Pairs | None = None, *,
     is_gated: bool = False, is_fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Lay rows out as [E, S, X] for a GEMM: (values, scales). Slots without a row stay unwritten.
+    """Lay rows out as [E, S, X] for a GEMM: (values, scales). Unused slots stay unwritten.
 
-    x: [E * S, X] by slot, or the rows of `pairs`; with is_gated [gate, up], whose product
-    silu(gate) * up is laid out. In FP8 scales are [E, S, X / 128] fp32, their slots side by side in
-    memory and a multiple of 4 of them: what DeepGEMM's TMA loads take as they are. Else values have
-    the dtype of x, and scales mean nothing.
+    x: [E * S, X] by slot, or the rows of `pairs`; with is_gated [gate, up], of which silu(gate) *
+    up is laid out. FP8 scales are [E, S, X / 128] fp32, slots side by side in memory and padded to
+    a multiple of 4, for DeepGEMM's TMA loads. Otherwise values have the dtype of x, and scales mean
+    nothing.
     """
     num_experts, width = len(count_E), x.shape[-1] // (2 if is_gated else 1)
     groups, padded = triton.cdiv(width, BLOCK), padded_scales(num_slots)

@@ -1,9 +1,6 @@
-"""Rows on their way to the instances of their experts, on a GPU: a table of what goes where.
+"""Rows on their way to the instances of their experts, on a GPU: the table of routes.
 
-Enters: experts of rows. Leaves: tables. Does not know: the gate, products, how rows travel, what
-becomes of them there (pairs.py). The CPU's sibling is moe/rows.py.
-
-Legend: B rows, K experts a row, N instances.
+The CPU's sibling is moe/rows.py. Legend: B rows, K experts a row, N instances.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ def target_kernel(
 def route_rows(
     expert_BK: Tensor, live_B: Tensor, seat_E: Tensor, num_instances: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the rows that each instance gets: (count [N], row [N, slots], slot [N, B]), all int32.
+    """Find each instance's rows, the live ones that have an expert there.
 
-    An instance gets the live rows that have an expert there. seat_E: [num_experts] int64, the
-    instance of each expert. num_slots: most rows that it may get.
+    Returns (count [N], row [N, slots], slot [N, B]), all int32. seat_E: [num_experts] int64, the
+    instance of each expert. num_slots: most rows of an instance.
     """
     num_rows, per_row = expert_BK.shape
     assert expert_BK.is_contiguous()

@@ -1,11 +1,7 @@
-"""Sums of pairs' products on a GPU: back to where rows came from, and into the next layer's rows.
+"""Sums of pairs' products on a GPU: back to the rows' instances, and into the next layer's rows.
 
-Enters: products of pairs, tables of pairs, what instances returned. Leaves: sums in peers' memory,
-rows with their mixture added, and those normed. Does not know: products, the gate. The slow
-reference is ungroup_rows of tests/harness/kernels/slow_references.py.
-
-Legend: B rows, K experts a row, N instances, E experts here, S slots of an expert, X hidden, V
-shared experts.
+The slow reference is ungroup_rows of tests/harness/kernels/slow_references.py. Legend: B rows, K
+experts a row, N instances, E experts here, S slots of an expert, X hidden, V shared experts.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ def _store_row(
     acc, x_ptr, shared_ptr, norm_ptr, out_ptr, normed_ptr, row, column, inside, width, eps,
     HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Add a mixture to row b, and the shared experts' sum; write it, and it normed."""
+    """Add a MoE layer's sum to row b, and the shared experts'; write it, and it normed."""
     at = row.to(tl.int64) * width + column
     if HAS_SHARED:
         acc += tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -62,10 +58,10 @@ def return_kernel(
 ):  # fmt: skip
     """Program (source, p) of P, a power of two: sum rows p, p + P, ... of a source over its pairs.
 
-    The sums are stored in the source's memory, and then its flag is released, as put_kernel does
-    it. epoch_ptr: of the last wait for DISPATCH, which is also that of this put. A source without a
-    row, or that is not in the term, gets nothing. The sums for a far one are left here
-    (triton_exchange.staged); IS_PACKED: there may be one.
+    Stores the sums in the source's memory and then releases its flag, as put_kernel does.
+    epoch_ptr: of the last wait for DISPATCH and so of this put. A source without a row, or outside
+    the term, gets nothing. Sums for a far one stay here (triton_exchange.staged); IS_PACKED: there
+    may be one.
     """
     source, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -133,7 +129,7 @@ def sum_returned_kernel(
     instance, num_instances, num_slots, stride, width, eps, HAS_SHARED: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Program b: add to row b what the instances returned for it; write the sum, and it normed.
+    """Program b: add the returned sums to row b; write the sum, and it normed.
 
     The parts are read where the exchange put them. slot_ptr [N, B]: rows.target_kernel's.
     """
@@ -157,10 +153,10 @@ def sum_returned_kernel(
 def return_sums(
     y: Tensor, pairs: Pairs, count_N: Tensor, weight_BK: Tensor, exchange: GpuExchange
 ) -> None:
-    """Sum each arrived row over its experts here, weighted, and put it back where it came from.
+    """Sum each arrived row over its experts here, weighted, and put it back to its instance.
 
     y: [E * S, X]. count_N: [N] int32, rows from each instance. weight_BK: a batch's weights, for
-    their dtype; those of the rows arrived with them.
+    their dtype; the arrived rows brought their own.
     """
     weights = exchange.region(Channel.DISPATCH, "weight")
     hidden, place = (
@@ -205,10 +201,10 @@ def sum_returned(
     x_BX: Tensor, exchange: GpuExchange, slot_NB: Tensor, shared_BX: Tensor | None,
     norm_X: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Add to rows what a wait for COMBINE found for them, and the shared experts' sums.
+    """Add to rows their sums that a wait for COMBINE found, and the shared experts' sums.
 
-    slot_NB: [N, B] int32, the slot of each row at each instance, -1 if it did not go there. Returns
-    (the rows, the rows normed).
+    slot_NB: [N, B] int32, the slot of each row at each instance, -1: not sent there. Returns (the
+    rows, the rows normed).
     """
     out, normed = torch.empty_like(x_BX), torch.empty_like(x_BX)
     (num_instances, num_rows), width = slot_NB.shape, x_BX.shape[1]

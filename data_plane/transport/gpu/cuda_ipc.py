@@ -1,12 +1,8 @@
-"""The routed exchange through peer memory of GPUs, for captured steps.
+"""The routed exchange through GPU memory that peers map (CUDA IPC), for captured steps.
 
-Enters: the layout of a region; routing tables and rows on the device. Leaves: rows put into peers'
-memory, and rows taken from this instance's own. Does not know: layers, models, which rows a table
-names. The mailbox stays with the host's exchange. (The paper's section 5.3.)
-
-Epochs are on the device (triton_exchange.py) and the host does not know them. So an error of a wait
-is read after the step, by `check`. What belongs to a term is in one table on the device, so that
-captured steps outlive the term (peer_memory.py).
+Epochs are on the device (triton_exchange.py), so the host reads an error of a wait after the step,
+by `check`. One table on the device holds all that belongs to a term, so captured steps outlive it.
+(The paper's section 5.3; the slow reference is exchange.py.)
 """
 
 from __future__ import annotations
@@ -30,9 +26,8 @@ from data_plane.transport.gpu.peer_memory import (
 
 _MAX_PROGRAMS = 16
 _MAX_BLOCK = 1024
-"""4-byte words that a program copies at once."""
 _POLLS_PER_MS = 1_000
-"""A poll of device memory takes about a microsecond or less; not measured yet (docs/use/gpu.md)."""
+"""Polls of device memory in a millisecond: an estimate, not measured yet (docs/use/gpu.md)."""
 
 _FOLLOWS = {
     Channel.Q: (Channel.RES, 1),
@@ -40,56 +35,55 @@ _FOLLOWS = {
     Channel.DISPATCH: (Channel.COMBINE, 1),
     Channel.COMBINE: (Channel.DISPATCH, 0),
 }
-"""For a put on each channel: the channel whose last wait it follows, and its lead in epochs."""
+"""By channel of a put: the channel whose last wait it follows, and its lead in epochs."""
 _TERM_OVER = 16
-"""What the error word's first number has more if the term was over; triton_exchange.TERM_OVER."""
+"""Added to the error word's first number if the term was over; triton_exchange.TERM_OVER."""
 _WRONG_STATE = 32
-"""The error word's first number if a state was not of its row's position: triton_carry."""
+"""The error word's first number if a recurrent state was not of its row's position (triton_carry).
+"""
 
 
 class _WaitError(NamedTuple):
-    """The error word of a wait; see triton_exchange.wait_kernel."""
+    """The error word of a wait (triton_exchange.wait_kernel)."""
 
     code: int
-    """The channel's number + 1, and _TERM_OVER more if the term was over; 0: no error."""
+    """The channel's number + 1, plus _TERM_OVER if the term was over; 0: no error."""
     source: int
     awaited_epoch: int
     found_epoch: int
-    """Below 0: the epoch came with a count of rows that no region holds, and this is minus it."""
+    """Negative: the epoch came with minus this count of rows, more than a region holds."""
 
 
 class Region(NamedTuple):
     """A field of a channel in this instance's memory, [parity, source, slot, width].
 
-    Kernels read it there from its wait until they have answered: a region of RES until it is
-    merged, of DISPATCH until the sums are returned, of COMBINE until they are added. All of that is
-    launched before the next put of the channel's pair, so no peer writes what is still read.
+    Kernels may read it from the channel's wait until their answer is launched. The next put of the
+    channel's pair is launched later, so no peer overwrites what is still read.
     """
 
     table: Tensor
-    """[N + 2] int64: see GpuExchange.table."""
     epoch: Tensor
-    """[1] int64 or more: the epoch of the channel's last wait, whose last bit is the parity."""
+    """[1] int64 or more: the epoch of the channel's last wait; its last bit is the parity."""
     offset: int
-    """Bytes from the begin of an instance's memory."""
+    """Bytes from the start of an instance's memory."""
     instance: int
     num_slots: int
-    """Slots from a source's region to the next one's."""
+    """Slots from one source's region to the next."""
     stride: int
-    """Bytes from a slot to the next."""
+    """Bytes from one slot to the next."""
 
     def stride_in(self, like: Tensor) -> int:
-        """Elements from a slot to the next, in the dtype of a tensor."""
+        """Return the elements from one slot to the next, in the dtype of a tensor."""
         return self.stride // like.element_size()
 
 
 class GpuExchange:
     """One instance's end of the exchange; an instance that is alone calls nothing of it.
 
-    The calls of a layer of attention are: put, wait and take Q, then put and wait for RES, rows or
-    not, on streams that keep this order. A step without links leaves them out and calls
-    `skip_attention` instead. A mixture of experts puts and awaits DISPATCH, and returns sums by a
-    kernel that writes to its peers as a put of COMBINE does (moe/gpu/sums.py).
+    A layer of attention puts, awaits and takes Q, then puts and awaits RES, with or without rows,
+    on streams that keep this order. A step without links calls `skip_attention` instead. A MoE
+    layer puts and awaits DISPATCH; a kernel returns the sums as a put of COMBINE does
+    (moe/gpu/sums.py).
     """
 
     def __init__(
@@ -101,38 +95,33 @@ class GpuExchange:
     ) -> None:
         """Prepare an end, which can put and wait after `attach`.
 
-        timeout_ms: the limit of each wait, counted in polls and therefore not exact. has_far_peers:
-        a term may have some, so each put has a second launch; rows are packed then.
+        timeout_ms: the limit of each wait, counted in polls and so not exact. has_far_peers: rows
+        are packed, and each put has a second launch for far peers.
         """
         assert places.is_packed or not has_far_peers, "one put carries packed rows only"
         self._has_far_peers = has_far_peers
         self.places = places
-        """Where the regions of every channel lie in an instance's memory."""
         self._timeout_ms = timeout_ms
         self.max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
-        """The limit of each wait, for kernels that count polls."""
+        """The limit of each wait, in polls."""
         self.timeout_ns = round(timeout_ms * 1e6)
-        """The limit of each wait, for kernels that read the GPU's clock."""
+        """The limit of each wait, in nanoseconds of the GPU's clock."""
         self.table = torch.zeros(places.num_instances + 2, dtype=torch.int64, device=device)
-        """[N + 2] int64: what captured steps must know of a term; `attach` writes it.
-
-        The address of each instance's memory, 0 for one that is not in the term, FAR for one that
-        only NVSHMEM reaches; then the address of two words of the host, then the term's number.
+        """[N + 2] int64, all that captured steps know of a term: the address of each instance's
+        memory (0: not in the term, FAR: only NVSHMEM reaches it), of two words of the host, and
+        the term's number.
         """
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ended: np.ndarray = self._words[:1].numpy()
-        """[1] int64 in the host's memory: the last term that is over; see exchange.Term.mirror.
+        """[1] int64 in the host's memory: the last term that is over (exchange.Term.mirror).
 
-        A wait that polls looks at it, so that no wait outlives its term.
+        Waits poll it, so none outlives its term.
         """
         self._term = 0
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
-        """[channel] int64: epoch of the last wait. Epochs begin at 1, so a flag of 0 is none."""
+        """[channel] int64: epoch of the last wait. Epochs begin at 1."""
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
-        """The first error of a wait, all zero without one; see triton_exchange.wait_kernel.
-
-        A fused mixture writes it too (fused/kernel.py).
-        """
+        """The first error of a wait or of a fused MoE layer; all zero without one."""
         self._done_CN = torch.zeros(
             len(CHANNELS), places.num_instances, dtype=torch.int32, device=device
         )
@@ -142,10 +131,7 @@ class GpuExchange:
         }
 
     def attach(self, memory: PeerMemory, term: int = 1) -> None:
-        """Begin a term: take its memory, which is zero, and begin at epoch 1. No step may run.
-
-        Steps that were captured in an earlier term read all of this anew.
-        """
+        """Begin a term at epoch 1 in its memory, which is zero. No step may run."""
         self.memory, self._term = memory, term
         words = [*memory.addresses, self._words.data_ptr(), term]
         self.table.copy_(torch.tensor(words, dtype=torch.int64))
@@ -154,9 +140,9 @@ class GpuExchange:
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait polls for now; None if none does. Any thread may read it.
+        """The instance that a wait polls for now, or None. Any thread may read it.
 
-        Captured steps write it, not in step with the host. A fused mixture does not.
+        A fused MoE layer does not set it.
         """
         number = int(self._words[1])
         return number - 1 if number else None
@@ -172,8 +158,8 @@ class GpuExchange:
 
         A peer without a row gets nothing, unless the channel is counted: then every instance of the
         term gets a flag, this one too. fields: by name [rows, ...], contiguous. count_N [N] int32:
-        number of slots at each peer. row_NL [N, slots] int32: the row of each slot; None: the rows
-        are dense, those for lower peers first.
+        slots at each peer. row_NL [N, slots] int32: the row of each slot; None: rows are dense, by
+        ascending peer.
         """
         from data_plane.transport.gpu.triton_exchange import put_kernel
 
@@ -207,7 +193,7 @@ class GpuExchange:
     def forward(self, channel: Channel, count_N: Tensor) -> None:
         """Put the rows for far peers that a kernel has left in this instance's own memory.
 
-        count_N: [N] int32, rows for each peer. Nothing is launched where no peer is far.
+        count_N: [N] int32, rows for each peer. Without a far peer nothing is launched.
         """
         if self._has_far_peers:
             from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
@@ -216,7 +202,7 @@ class GpuExchange:
             forward_kernel[(self.places.num_instances,)](*arguments, **link_options())
 
     def forwarding_module(self) -> int:
-        """The CUDA module of the kernel that puts to far peers, loaded on this GPU."""
+        """Load the kernel that puts to far peers on this GPU, and return its CUDA module."""
         from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
 
         arguments = self._forwarding(Channel.Q, self._done_CN[Channel.Q])
@@ -233,8 +219,8 @@ class GpuExchange:
     def wait(self, channel: Channel, count_N: Tensor) -> None:
         """Wait on the device, a bounded time, until the rows of every peer with a count are here.
 
-        count_N: [N] int32. If the channel is counted, waits for every peer of the term and writes
-        their counts to count_N. `check` reports a wait that failed.
+        count_N: [N] int32. A counted channel awaits every peer of the term and writes their counts
+        to count_N. `check` reports a failed wait.
         """
         from data_plane.transport.gpu.triton_exchange import wait_kernel
 
@@ -257,7 +243,7 @@ class GpuExchange:
         )
 
     def take(self, channel: Channel, count_N: Tensor, fields: Mapping[str, Tensor]) -> None:
-        """Copy the rows that were waited for to the first rows of the fields, by ascending peer."""
+        """Copy the rows that have come to the first rows of the fields, by ascending peer."""
         from data_plane.transport.gpu.triton_exchange import take_kernel
 
         place = self.places.channels[channel]
@@ -275,30 +261,28 @@ class GpuExchange:
         )
 
     def region(self, channel: Channel, name: str) -> Region:
-        """Say where rows of a field are that a wait found, for kernels that read them there."""
+        """Return the place of a field's rows after a wait, for kernels that read them there."""
         place = self.places.channels[channel]
         field = next(field for field in place.fields if field.name == name)
         epoch, instance = self.epoch_C[channel:], self.memory.instance
         return Region(self.table, epoch, field.offset, instance, place.num_slots, field.stride)
 
     def done(self, channel: Channel) -> Tensor:
-        """[N] int32: programs of puts to each instance that have ended, modulo their number."""
+        """Return [N] int32: ended programs of puts to each instance, modulo their number."""
         return self._done_CN[channel]
 
     def skip_attention(self, num_layers: int) -> None:
-        """Count layers of a step in which no instance has a link with this one, in one launch.
+        """Count the epochs of a step's layers in which no instance has a link with this one.
 
-        Nothing is put, awaited or taken in them; epochs stay equal on all instances.
+        They stay equal on all instances although nothing is put or awaited.
         """
         self.epoch_C[Channel.Q : Channel.RES + 1].add_(num_layers)
 
     def check(self) -> None:
-        """Raise TermOver, ExchangeTimeout or EpochError if a wait failed. Waits for the device.
+        """Wait for the device, and raise TermOver, ExchangeTimeout or EpochError if a wait failed.
 
-        Raises RuntimeError if a step met a state that was not of its row's position.
-
-        A peer's process is not looked at: whether it is gone is for the controller, whose word for
-        it ends the term.
+        Raises RuntimeError if a step met a recurrent state that was not of its row's position. Only
+        the controller judges whether a peer's process is gone; its word ends the term.
         """
         error = _WaitError._make(self.error.tolist())
         if error.code == 0:
@@ -336,7 +320,7 @@ class GpuExchange:
     def _fields(
         self, place: RegionPlace, fields: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[int], dict[str, int]]:
-        """Tensors, offsets and widths of four fields; a field that does not exist has width 0."""
+        """Return tensors, offsets and widths of four fields; absent fields have width 0."""
         tensors, widths = [], dict.fromkeys("ABCD", 0)
         for letter, field in zip(widths, place.fields, strict=False):
             tensor = fields[field.name]

@@ -1,10 +1,7 @@
-"""The calls of NVIDIA's CUDA runtime by which processes of one node map each other's GPU memory.
+"""Calls of NVIDIA's CUDA runtime by which processes of a node map each other's GPU memory.
 
-Enters: sizes, addresses, handles of other processes. Leaves: addresses on a GPU, handles of this
-process. Does not know: who exchanges handles, terms, what memory is for.
-
-torch has no such calls for memory of a term: its symmetric memory belongs to a process group, whose
-members it keeps for the life of a process (docs/decisions/0048).
+torch's symmetric memory belongs to a process group with fixed members, so it cannot serve terms
+(docs/decisions/0048).
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ from typing import Any
 from uuid import uuid4
 
 HANDLE_BYTES = 64
-"""Bytes of a handle (CUDA_IPC_HANDLE_SIZE)."""
 GRANULE = 2 << 20
-"""Memory is allocated in multiples of this: of less, the driver would share more than was meant."""
+"""Memory is allocated in multiples of this: of less, the driver would share its neighbours too."""
 _ENABLE_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
 _WRITES_ORDERING, _ORDERED_FOR_OWNER = 118, 100
@@ -27,7 +23,7 @@ _TOKEN = uuid4().hex
 
 
 class IpcHandle(ctypes.Structure):
-    """cudaIpcMemHandle_t, which is passed by value."""
+    """cudaIpcMemHandle_t, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
@@ -58,7 +54,7 @@ class CudaRuntime:
         """library: a ctypes library. device: torch's number of the GPU."""
         self._library, self._device = library, device
         self.process = f"{os.getpid()} {_TOKEN}"
-        """A name that no other process has: containers may give two processes one number."""
+        """A name that no other process has: two containers may give their processes one number."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
@@ -75,12 +71,12 @@ class CudaRuntime:
         return _value(address)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all that this process gave it."""
+        """Wait until the GPU has done all work of this process."""
         self._on_device("cudaDeviceSynchronize")
 
     @property
     def orders_writes(self) -> bool:
-        """Whether this GPU sees what a network card writes into its memory in order.
+        """True if this GPU sees writes of a network card in order.
 
         Elsewhere a reader must flush, which a wait that only polls does not.
         """
@@ -94,13 +90,13 @@ class CudaRuntime:
         self._on_device("cudaFree", address)
 
     def export(self, address: int) -> bytes:
-        """Make the handle by which other processes map memory of `allocate`."""
+        """Return the handle by which other processes map memory of `allocate`."""
         handle = IpcHandle()
         self._on_device("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Map memory of another process; returns its address here. It may be on another GPU."""
+        """Map memory of another process, perhaps on another GPU; returns its address here."""
         address = ctypes.c_void_p()
         self._on_device(
             "cudaIpcOpenMemHandle",
@@ -111,7 +107,7 @@ class CudaRuntime:
         return _value(address)
 
     def close(self, address: int) -> None:
-        """Give up a mapping that `open` returned. No kernel of this process may use it."""
+        """Unmap memory of `open`. No kernel of this process may use it."""
         self._on_device("cudaIpcCloseMemHandle", address)
 
     def _on_device(self, name: str, *arguments: Any) -> None:
@@ -128,7 +124,7 @@ class CudaRuntime:
 
 
 def loaded_cudart() -> str:
-    """Path of the CUDA runtime that this process has loaded with torch; empty if it has none."""
+    """Return the path of the CUDA runtime that torch has loaded; empty if there is none."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = (line[line.index("/") :] for line in lines if "/libcudart" in line)
     return next(paths, "")

@@ -1,12 +1,8 @@
 """Memory of an instance on a GPU that the peers of a term map, in one term after the other.
 
-Enters: the instances of a term, and their segments. Leaves: the addresses of their memory. Does not
-know: regions, epochs, kernels.
-
-Members exchange handles in descriptions of segments (segments.py), so a wait for a peer ends as any
-other one: with the peer, with the term, or at a limit. A member publishes its memory when it is
-zero, and withdraws it when it has closed that of its peers. So memory of a term that is over is
-free once no peer publishes any more, and never while one that hangs may still write it.
+Members exchange handles in descriptions of segments (segments.py). A member publishes its memory
+when it is zero, and withdraws it when it has unmapped its peers'. So memory of a past term is free
+once no peer publishes, and never while a hanging peer may still write it.
 """
 
 from __future__ import annotations
@@ -23,23 +19,23 @@ from data_plane.transport.shared_memory import OwnedSegment, require_description
 from nanocp.config.limits import LimitsConfig
 
 _DEATH_S = 1.0
-"""How long a process that has lost its GPU's memory may take to be gone."""
+"""Longest time between the loss of a process's GPU memory and its end."""
 _TICK_S = 0.01
 
 
 class _Published(NamedTuple):
-    """What a member says of its memory: the lines of its segment's description."""
+    """The lines of a segment's description: a member's memory."""
 
     regions: str
-    """What all members must have in common."""
+    """The bounds that all members must have in common."""
     process: str
     address: str
     handle: str
-    """64 bytes in hexadecimal digits."""
+    """64 bytes in hexadecimal."""
 
 
 class _GivenUp(NamedTuple):
-    """Own memory of a term that was left, which peers may still have mapped."""
+    """Own memory of a term that was left; peers may still have it mapped."""
 
     address: int
     term: int
@@ -47,7 +43,7 @@ class _GivenUp(NamedTuple):
 
 
 class IpcMemory:
-    """An instance's memory for one lane's exchange: another one in each term."""
+    """An instance's memory for one lane's (micro-batch's) exchange, made anew in each term."""
 
     def __init__(
         self,
@@ -58,22 +54,21 @@ class IpcMemory:
         places: RegionPlaces,
         limits: LimitsConfig,
     ) -> None:
-        """places: of the regions, equal on every instance."""
         self._runtime, self._segments, self._places = runtime, segments, places
         self._kind, self._instance, self._limits = f"gpu_memory{lane}", instance, limits
         self._segment: OwnedSegment | None = None
         self._own: _GivenUp | None = None
-        """The present term's own memory, in the form that it has when it is given up."""
+        """The present term's own memory."""
         self._opened: list[int] = []
-        """Addresses of peers' memory that must be closed."""
+        """Addresses of peers' memory to close."""
         self._given_up: list[_GivenUp] = []
 
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
         """Make this instance's memory and map its peers', who all call this in the same term.
 
         seats: the instances of the term, with this one; one alone meets nobody. Raises
-        ExchangeTimeout, PeerLost, both with the peer, or TermOver; ValueError if a peer is on
-        another node or has other bounds; CudaError.
+        ExchangeTimeout or PeerLost, which name the peer, TermOver or CudaError; ValueError if a
+        peer is on another node or has other bounds.
         """
         self.leave()
         peers = tuple(seat for seat in seats if seat != self._instance)
@@ -96,9 +91,9 @@ class IpcMemory:
         return PeerMemory(self._instance, addresses)
 
     def leave(self) -> None:
-        """Close peers' memory, once the GPU is idle, and give up this instance's. Idempotent.
+        """Close peers' memory once the GPU is idle, and give up this instance's. Idempotent.
 
-        No step may run before another term begins.
+        No step may run until another term begins.
         """
         if self._own is None:
             return
@@ -122,7 +117,7 @@ class IpcMemory:
         return f"{self._places.num_instances} instances, {self._places.num_bytes} bytes"
 
     def _map(self, peer: int, deadline: float) -> int:
-        """Return the address of the peer's memory in this process, once the peer published it."""
+        """Return the address of a peer's memory in this process, once the peer has published it."""
         left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
         writer = f"instance {self._instance}"
         segment = self._segments.attach(self._kind, peer, writer, self._limits, left_ms)
@@ -142,7 +137,7 @@ class IpcMemory:
             segment.close()
 
     def _raise_if_lost(self, segment: Segment, peer: int, error: CudaError) -> None:
-        """Raise PeerLost if the peer's process ends now: its memory is gone before its segment."""
+        """Raise PeerLost if the peer's process is ending: its memory goes before its segment."""
         deadline = time.monotonic() + _DEATH_S
         while time.monotonic() < deadline:
             self._segments.term.check()
@@ -151,7 +146,6 @@ class IpcMemory:
             time.sleep(_TICK_S)
 
     def _free_unmapped(self) -> None:
-        """Free the memory that no peer has mapped any more."""
         kept = []
         for memory in self._given_up:
             owned = (

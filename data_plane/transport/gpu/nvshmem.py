@@ -1,10 +1,7 @@
 """NVSHMEM's host calls: memory that GPUs of every node write, for the one term of its instances.
 
-Enters: the instances of the term, and their segments. Leaves: the addresses of their memory: of
-stores where NVLink reaches, else FAR. Does not know: regions, epochs, kernels.
-
 Experimental: no two nodes have run this (docs/decisions/0064). NVSHMEM's members are fixed when it
-starts, and it ends the process when one is lost. So there is one term.
+starts, and it ends the process when one is lost; so there is one term.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ class NvshmemError(RuntimeError):
 
 
 class Nvshmem:
-    """NVSHMEM in this process: a PE of one group. All but `unique_id` needs `start` first."""
+    """NVSHMEM in this process: one PE of a group. All but `unique_id` needs `start` first."""
 
     def __init__(self, library: Any) -> None:
         """library: a ctypes library, libnvshmem_host."""
@@ -85,14 +82,14 @@ class Nvshmem:
         library.nvshmemx_cumodule_init.argtypes = (ctypes.c_void_p,)
 
     def unique_id(self) -> bytes:
-        """Make the id of a group, for all its PEs; it has the address at which they meet."""
+        """Make the id of a group, for all its PEs; it has the address of their meeting."""
         made = ctypes.create_string_buffer(_ID_BYTES)
         ctypes.c_int.from_buffer(made).value = _version(_ID_BYTES)
         self._call("nvshmemx_get_uniqueid", made)
         return made.raw
 
     def start(self, unique_id: bytes, pe: int, num_pes: int) -> None:
-        """Join the group on the present GPU. Waits for all PEs, without a limit of its own."""
+        """Join the group on the present GPU. Waits for all PEs without a limit."""
         kept = ctypes.create_string_buffer(unique_id, _ID_BYTES)
         attributes = _Attributes(version=_version(_Attributes))
         attributes.arguments.version = _version(_Arguments)
@@ -102,7 +99,7 @@ class Nvshmem:
         self.is_started = True
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate memory, all zero, at an address of this PE; all PEs do so in the same order."""
+        """Allocate memory, all zero, and return its address; all PEs do so in the same order."""
         address: int | None = self._library.nvshmem_calloc(num_bytes, 1)
         if not address:
             raise NvshmemError(
@@ -111,7 +108,7 @@ class Nvshmem:
         return address
 
     def address_at(self, address: int, pe: int) -> int:
-        """Where stores of this GPU reach a PE's memory of `allocate`; 0 if they do not."""
+        """Return the address of a PE's memory for stores of this GPU; 0 if they do not reach it."""
         return self._library.nvshmem_ptr(address, pe) or 0
 
     def initialise(self, module: int) -> None:
@@ -124,7 +121,7 @@ class Nvshmem:
 
 
 class NvshmemMemory:
-    """An instance's memory for one lane's exchange, in the only term that there is."""
+    """An instance's memory for one lane's (micro-batch's) exchange, in the only term."""
 
     def __init__(
         self,
@@ -135,18 +132,17 @@ class NvshmemMemory:
         limits: LimitsConfig,
         device: torch.device,
     ) -> None:
-        """places: of the regions, equal on every instance. device: this instance's GPU."""
         self._nvshmem, self._segments, self._instance = nvshmem, segments, instance
         self._places, self._limits, self._device = places, limits, device
         self._alone: torch.Tensor | None = None
         self._has_begun = False
 
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
-        """Make this instance's memory, and find its peers'.
+        """Make this instance's memory and find its peers'.
 
-        seats: all instances; or this one alone, which meets nobody and may put nothing. Raises
-        ExchangeTimeout, TermOver or NvshmemError; ValueError if there was a term already, or seats
-        are some of the instances only.
+        seats: all instances; or this one alone, which may put nothing. Raises ExchangeTimeout,
+        TermOver or NvshmemError; ValueError in a second term, or if seats are only some of the
+        instances.
         """
         num_instances = self._places.num_instances
         addresses = [0] * num_instances
@@ -177,7 +173,7 @@ class NvshmemMemory:
         """Do nothing: memory goes with the process, since freeing it takes all instances."""
 
     def _start(self) -> None:
-        """Meet the others: the first instance says where, in a segment's description."""
+        """Meet the others by the group's id in the first instance's segment description."""
         if self._instance == 0:
             unique_id = self._nvshmem.unique_id()
             meeting: Any = self._segments.own(_KIND, 0, unique_id.hex(), 0)
@@ -192,7 +188,7 @@ class NvshmemMemory:
             meeting.close()
 
     def _bounded(self, call: Callable[[], Any]) -> Any:
-        """Make a call that waits for every instance, which NVSHMEM itself would do for ever."""
+        """Give a time limit to a call that waits for every instance."""
         outcome: list[Any] = []
 
         def run() -> None:
@@ -220,7 +216,7 @@ class NvshmemMemory:
 
 
 def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.environ) -> Nvshmem:
-    """Load NVSHMEM's host library, which then meets its peers over this member's own network.
+    """Load NVSHMEM's host library, which will meet its peers over this member's network.
 
     address: host:port of this member, as peers know it.
     """
@@ -246,10 +242,10 @@ def nvshmem_obstacle(
     environment: Mapping[str, str] = os.environ,
     devices: Path = _DEVICES,
 ) -> str:
-    """Say why NVSHMEM cannot serve here; an empty string if it may. It would end the process.
+    """Return the reason why NVSHMEM cannot serve here; empty if it may. It would end the process.
 
-    has_far_peers: whether instances are on several nodes. orders_writes: of this GPU, see
-    CudaRuntime. shares_gpu: whether instances share one. devices: where the kernel lists NICs.
+    has_far_peers: instances are on several nodes. orders_writes: CudaRuntime.orders_writes.
+    shares_gpu: instances share a GPU. devices: the folder in which Linux lists network cards.
     """
     if device_library() is None:
         return "NVSHMEM is not installed (pip install '.[nvshmem]')"
@@ -277,7 +273,7 @@ def nvshmem_obstacle(
 
 
 def nvshmem_choice(has_far_peers: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """Say for an operator how peers are reached, as the environment asks for."""
+    """Describe for an operator the transport to peers that the environment asks for."""
     way = f"peers of other nodes by {_transport(environment)}" if has_far_peers else "one node"
     return f"exchange: nvshmem, experimental and for one term: {way}"
 
@@ -289,7 +285,7 @@ def _transport(environment: Mapping[str, str]) -> str:
 
 
 def _has_verbs(device: Path) -> bool:
-    """Whether a device is one of InfiniBand or RoCE; EFA's are listed too, and are none."""
+    """True for a device of InfiniBand or RoCE; EFA's are listed too, and have no verbs."""
     return (device / "device" / "driver").resolve().name != "efa"
 
 

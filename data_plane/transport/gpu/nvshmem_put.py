@@ -1,14 +1,8 @@
-"""The put between nodes: one call of NVSHMEM a target, from the device, in a captured step.
+"""The put between nodes: one call of NVSHMEM for each target, from the device, in a captured step.
 
-Enters: packed rows that kernels left in this instance's memory, counts, the epoch. Leaves: the rows
-in a far peer's memory, and then its flag. Does not know: fields, what rows mean, which network.
-
-A target's rows lie in one run, so one put carries them, and the flag is that put's own signal:
-NVSHMEM orders nothing else (docs/decisions/0064). The flag is the epoch, as it is from a near peer.
-Rows are packed by an earlier launch, so no fence between programs is needed.
-
-NVSHMEM is linked into this one kernel, because linking takes 20 s and more. So the kernel is
-compiled once, for any channel: what differs between channels is in a table on the device.
+A target's packed rows lie in one run, and its flag, the epoch, is the signal of the same put:
+NVSHMEM orders nothing else (docs/decisions/0064). Linking NVSHMEM takes 20 s and more, so one
+kernel serves all channels by a table on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from triton.language import core
 from data_plane.transport.gpu.peer_memory import FAR
 
 SET = tl.constexpr(9)
-"""NVSHMEM_SIGNAL_SET. Every other number adds, also the 0 that torch's documentation gives."""
+"""NVSHMEM_SIGNAL_SET. Every other number adds, also torch's documented 0."""
 _FAR = tl.constexpr(FAR)
 _LIBRARY = "libnvshmem_device.bc"
 
@@ -50,7 +44,7 @@ if find_spec("triton_dist") is None:
         """Put bytes, then set the signal at their receiver; all threads of a program call it.
 
         Addresses are of this instance's symmetric memory, in int64; NVSHMEM adds the peer's place.
-        The source may be written again once this returns.
+        The source may be written again on return.
         """
         _put_signal_block(to, source, num_bytes, signal, value, SET, pe)
 
@@ -85,10 +79,9 @@ else:  # Triton-distributed is a Triton of its own, which links NVSHMEM and init
 def forward_kernel(peer_ptr, epoch_ptr, error_ptr, count_ptr, place_ptr, instance, ahead):
     """Program t: put the packed rows for target t, if it is far, and set its flag to the epoch.
 
-    place_ptr: [6] int64 of the channel: offsets of its flags, of its regions and of its staged
-    rows, then bytes of a region, of a row, and of the header that travels before the first row: 0
-    if the channel is not counted. A target without a row gets nothing, unless the channel is
-    counted.
+    place_ptr: [6] int64 of the channel: offsets of its flags, regions and staged rows; bytes of a
+    region, of a row, and of the header before the first row (0: not counted). A target without a
+    row gets nothing, unless the channel is counted.
     """
     target, num_instances = tl.program_id(0), tl.num_programs(0)
     count = tl.load(count_ptr + target).to(tl.int64)
@@ -115,7 +108,7 @@ def forward_kernel(peer_ptr, epoch_ptr, error_ptr, count_ptr, place_ptr, instanc
 
 
 def device_library() -> Path | None:
-    """Where NVSHMEM's wheel has the library that kernels are linked with; None if it is absent."""
+    """Return the path of NVSHMEM's device library in its wheel; None if it is absent."""
     package = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
     folders = package.submodule_search_locations if package else None
     paths = [Path(folder) / "lib" / _LIBRARY for folder in folders or ()]
@@ -124,7 +117,7 @@ def device_library() -> Path | None:
 
 @cache
 def link_options() -> dict[str, Any]:
-    """What a launch of `forward_kernel` says besides its arguments: the library to link."""
+    """Return the options of a launch of `forward_kernel`: the library to link."""
     library = device_library()
     has_fork = find_spec("triton_dist") is not None
     return {} if has_fork or library is None else {"extern_libs": {_LIBRARY[:-3]: str(library)}}

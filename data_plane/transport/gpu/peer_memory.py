@@ -1,11 +1,6 @@
-"""Memory of GPUs that peers write: where regions lie in it, and where it is.
+"""Memory of GPUs that peers write: the places of regions in it, and each instance's address.
 
-Enters: the layout of a region. Leaves: the places of regions, and the address of each instance's
-memory. Does not know: epochs, kernels, what rows mean, how another process's memory is mapped
-(ipc_memory.py).
-
-The memory is of one term, as the segments of the host's exchange are: a process that was lost may
-still write what it has mapped (protocol.md, terms).
+The memory is of one term: a lost process may still write what it has mapped (protocol.md, terms).
 """
 
 from __future__ import annotations
@@ -22,21 +17,21 @@ from data_plane.transport.exchange import Channel, Field, RegionLayout, side_by_
 from data_plane.transport.gpu.cuda_runtime import loaded_cudart
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
-"""The channels that a step uses; the mailbox is the host's."""
+"""The channels of a step; the mailbox stays with the host's exchange."""
 
 MAX_FIELDS = 4
 """Most fields of a channel, besides the count."""
 _ALIGNMENT = 128
 HEADER_BYTES = _ALIGNMENT
-"""Bytes before a region's first packed row, with its count if the channel is counted."""
+"""Bytes before a region's first packed row, for the count."""
 FAR = -1
 """The address of memory that this GPU's stores do not reach, but NVSHMEM's puts do."""
 _COUNT = "count"
-"""The field that makes a channel a counted one: every instance puts to every one, also no rows."""
+"""The field that makes a channel counted: every instance puts to every one, also no rows."""
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
-    """The reason why this exchange cannot run on the device; an empty string if it can."""
+    """Return the reason why this exchange cannot run on the device; empty if it can."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU, and this instance runs on the CPU"
     if not torch.cuda.is_available():
@@ -49,41 +44,39 @@ def cuda_ipc_obstacle(device: torch.device) -> str:
 
 
 class FieldPlace(NamedTuple):
-    """The place of a field in the memory of every instance."""
+    """A field's place in the memory of every instance."""
 
     name: str
     offset: int
-    """Offset in bytes of [parity, source, slot] in an instance's memory."""
+    """Offset in bytes of [parity, source, slot]."""
     row_bytes: int
     stride: int
-    """Bytes from a slot to the next: row_bytes, or those of a whole row where rows are packed."""
+    """Bytes from one slot to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPlace:
-    """The place of a channel in the memory of every instance."""
+    """A channel's place in the memory of every instance."""
 
     flag_offset: int
     """Offset of the flags, [parity, source] int64."""
     cell_offset: int
-    """Offset of the counts, [parity, source] int32; unused if the channel is not counted."""
+    """Offset of the counts, [parity, source] int32, of a counted channel."""
     cell_stride: int
-    """Bytes from a count to the next."""
     is_counted: bool
     num_slots: int
-    """Slots from a source's region to the next one's: one more than hold rows if rows are packed,
-    since the header is before the first."""
+    """Slots from one source's region to the next; packed rows have one more, for the header."""
     fields: tuple[FieldPlace, ...]
     offset: int = 0
-    """Offset of the packed rows, [parity, source, slot, row_bytes], with the slot of the header."""
+    """Offset of the packed rows, [parity, source, slot, row_bytes], header included."""
     stage_offset: int = 0
-    """Offset of the packed rows that wait to be put, [target, slot, row_bytes]."""
+    """Offset of the packed rows to be put, [target, slot, row_bytes]."""
     row_bytes: int = 0
-    """Bytes of a packed row; 0 if each field has an array of its own."""
+    """Bytes of a packed row; 0 if each field has its own array."""
 
     @property
     def packed(self) -> list[int]:
-        """What nvshmem_put.forward_kernel must know of the channel."""
+        """The channel's row of the table for nvshmem_put.forward_kernel."""
         header = HEADER_BYTES if self.is_counted else 0
         region_bytes = self.num_slots * self.row_bytes
         offsets = [self.flag_offset, self.offset, self.stage_offset]
@@ -94,7 +87,7 @@ class RegionPlaces:
     """The places of the layout's channels, equal in the memory of every instance."""
 
     def __init__(self, layout: RegionLayout, num_instances: int, is_packed: bool = False) -> None:
-        """is_packed: the fields of a slot are side by side, so that one put carries all rows."""
+        """is_packed: the fields of a slot are side by side, so one put carries all rows."""
         self.num_instances = num_instances
         self.is_packed = is_packed
         self.channels: dict[Channel, RegionPlace] = {}
@@ -142,24 +135,24 @@ class RegionPlaces:
         )
 
     def _take(self, num_bytes: int) -> int:
-        """The offset of so many bytes behind all that was taken."""
+        """Reserve bytes behind all that was taken, and return their offset."""
         offset = self.num_bytes
         self.num_bytes += _aligned(num_bytes)
         return offset
 
 
 class TermMemory(Protocol):
-    """What makes an instance's memory for one lane's exchange, in one term after the other."""
+    """A maker of an instance's memory for one lane's (micro-batch's) exchange, term after term."""
 
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
-        """Make memory, all zero, and find that of these instances, with this one."""
+        """Make memory, all zero, and find that of these instances, this one included."""
 
     def leave(self) -> None:
         """Give up the memory of the term. Idempotent."""
 
 
 class PeerMemory:
-    """An instance's memory that its peers write in one term, and where the peers' memory is."""
+    """An instance's memory that its peers write in one term, and the addresses of theirs."""
 
     def __init__(
         self,
@@ -168,12 +161,12 @@ class PeerMemory:
         memory: Tensor | None = None,
         owner: Any = None,
     ) -> None:
-        """owner: an object that keeps the peers' memory alive."""
+        """owner: keeps the peers' memory alive."""
         self.instance = instance
         self.addresses = addresses
-        """The address of each instance's memory, or FAR; 0 for one that is not in the term."""
+        """Each instance's address, or FAR; 0 for one that is not in the term."""
         self.memory = memory
-        """[bytes] uint8, this instance's; None if it is no tensor."""
+        """[bytes] uint8, this instance's, if it is a tensor."""
         self._owner = owner
 
     @classmethod

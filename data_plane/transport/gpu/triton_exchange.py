@@ -1,24 +1,18 @@
-"""The routed exchange in Triton: put rows where a table says, wait for flags, take what arrived.
-
-Enters: routing tables and the addresses of every instance's memory, on the GPU. Leaves: rows in the
-receivers' memory; an error word where a wait failed. Does not know: what rows mean, who maps the
-memory. (The paper's section 5.3.)
+"""The routed exchange in Triton: put rows as a table says, wait for flags, take the rows.
 
 A field is [parity, source, slot, width] in the receiver's memory, at the same offset on every
-instance; where rows are packed, all fields of a slot are side by side (peer_memory.RegionPlaces).
-Flags are [parity, source] int64. Epochs are on the device, so that a captured step can be
-replayed. The wait on a channel advances that channel's epoch. A put takes its epoch from the other
-channel of its pair (cuda_ipc._FOLLOWS): the queries of a layer follow the partials of the layer
-before, partials follow the queries that they answer, and dispatch and combine do the same.
+instance; packed rows have all fields of a slot side by side (peer_memory.RegionPlaces). Flags are
+[parity, source] int64. Epochs are on the device, so a captured step can be replayed: a wait
+advances its channel's epoch, and a put takes its epoch from the other channel of its pair
+(cuda_ipc._FOLLOWS), since partials answer queries and combine answers dispatch. (The paper's
+section 5.3.)
 
-Only the sender of a dispatch knows how many rows it has. So that channel is COUNTED: every instance
+Only the sender of a dispatch knows its count of rows. So that channel is COUNTED: every instance
 puts to every one, and each flag has a count, [parity, source] int32.
 
-A launch may be replayed in another term, with other memory. So every address comes from peer_ptr
-[N + 2] int64 (cuda_ipc.GpuExchange.table): where the memory of each instance is, 0 for one that is
-not in the term, FAR for one that no store reaches; where two words of the host are; the number of
-this term. The words are the last term that is over, which the host writes, and the instance that a
-wait polls for + 1, or 0.
+A replay in another term has other memory. So every address comes from peer_ptr [N + 2] int64
+(cuda_ipc.GpuExchange.table). Of the two words of the host, the host writes the first, the last term
+that is over; a wait writes the second, the instance that it polls for + 1, or 0.
 """
 
 from __future__ import annotations
@@ -29,10 +23,10 @@ import triton.language as tl
 from data_plane.transport.gpu.peer_memory import FAR
 
 TERM_OVER = tl.constexpr(16)
-"""What the error word's first number has more if the wait ended because the term was over."""
+"""Added to the error word's first number if the wait ended because the term was over."""
 _FAR = tl.constexpr(FAR)
 _POLLS_A_LOOK = tl.constexpr(64)
-"""Polls of device memory between two looks at the host's memory, which is further away."""
+"""Polls of device memory between two looks at the more distant host's memory."""
 
 
 @triton.jit
@@ -44,7 +38,7 @@ def is_term_over(peer_ptr, num_instances):
 
 @triton.jit
 def staged(peer_ptr, base, region, target, instance, stage):
-    """Where rows for a target are stored: (address, region).
+    """Return (address, region) for storing rows for a target.
 
     For a far target that is this instance's own memory, `stage` bytes behind the regions, with a
     region for each target; nvshmem_put.py puts them from there.
@@ -65,10 +59,9 @@ def _field(
     WIDTH: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """Pointer to a slot of a field, of the type of like_ptr.
+    """Return a pointer to a slot of a field, of the type of like_ptr.
 
-    Fields are aligned to 16 bytes. The compiler cannot see that through an address that it loads,
-    and would store 2 bytes at a time.
+    It is marked as aligned to 16 bytes: else the compiler would store 2 bytes at a time.
     """
     field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
     if ROW_BYTES:
@@ -121,13 +114,13 @@ def put_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store rows in the slots at every target, and then release its flag.
+    """Store rows in the slots at every target, then release its flag.
 
-    Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target. A, B, C and
-    D are the widths of the fields. HAS_ROWS: row_ptr [N, num_listed] has the row of each slot; else
-    rows are dense, by target, then slot. The program that finishes last for a target releases the
-    flag. A target that is not in the term gets nothing. ROW_BYTES: of a packed row, else 0. Packed
-    rows for a far target are left here, without a flag (`staged`).
+    Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target; its last
+    program releases the flag. A, B, C, D: widths of the fields. HAS_ROWS: row_ptr [N, num_listed]
+    has the row of each slot; else rows are dense, by target, then slot. ROW_BYTES: of a packed row,
+    else 0. A target outside the term gets nothing. Packed rows for a far target stay here, without
+    a flag (`staged`).
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -190,13 +183,12 @@ def wait_kernel(
 ):
     """Advance the channel's epoch and poll until the flag of every source with a count has come.
 
-    There is one program. COUNTED: it awaits every source of the term, and writes their counts to
-    count_ptr, zeros for the others and after an error.
+    One program. COUNTED: it awaits every source of the term and writes their counts to count_ptr,
+    zeros for the others and after an error.
 
-    A flag that is newer, or that does not come within max_polls or before the term is over, ends
-    the wait. The error word then becomes [code, source, epoch awaited, epoch found] int64, and
-    stays so. The code is channel + 1, and TERM_OVER more if the term was over. If there is an error
-    already, nothing is awaited.
+    A newer flag, max_polls or the term's end stops the wait. The error word [code, source, epoch
+    awaited, epoch found] int64 keeps the first error; code: channel + 1, plus TERM_OVER if the term
+    was over. After an error nothing is awaited.
     """
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)
@@ -271,7 +263,7 @@ def take_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Copy the slots that were waited for to dense rows, by source and slot.
+    """Copy the awaited slots to dense rows, by source and slot.
 
     Program (source, p) of P copies slots p, p + P, ... of the source.
     """

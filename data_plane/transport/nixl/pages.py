@@ -1,15 +1,9 @@
-"""Pages by NIXL: one-sided writes from a writer's memory into a receiver's, on any node.
-
-Enters: at both ends memory for pages, of the CPU or a GPU; at the writer, bytes to write. Leaves:
-the same bytes at the receiver. Does not know: what a page is, tickets, who may write.
+"""Pages by NIXL: one-sided writes between memory of CPUs or GPUs, on any node.
 
 A writer dials the receiver as over TCP (tcp/segment.py). That connection carries the words, shows
-whether the other end is alive, and brings what NIXL needs to know of the receiver's memory. Only
-the pages go by NIXL.
-
-An agent makes progress only when it is called, so nothing polls while nothing is under way. The
-receiver's thread for the connection calls its agent from the message that announces a write until
-the word that follows the write.
+whether the other end is alive, and brings the receiver's memory grant. Only pages go by NIXL. An
+agent makes progress only when called: the receiver's thread calls it from the message that
+announces a write until the word behind the write.
 """
 
 from __future__ import annotations
@@ -41,12 +35,12 @@ _LEAVE_A_WAY = (
 
 
 def nixl_package() -> str | None:
-    """The name of NIXL's installed module; None if there is none."""
+    """Return the name of NIXL's installed module, or None."""
     return next((name for name in _PACKAGES if find_spec(name)), None)
 
 
 class Place(NamedTuple):
-    """Memory that an agent has registered."""
+    """Memory registered with an agent."""
 
     address: int
     num_bytes: int
@@ -60,17 +54,17 @@ class Place(NamedTuple):
         return "VRAM" if self.is_gpu else "DRAM"
 
     def part(self, begin: int, num_bytes: int) -> Place:
-        """The place of `num_bytes` bytes from offset `begin` on."""
+        """Return the place of `num_bytes` bytes from offset `begin` on."""
         return self._replace(address=self.address + begin, num_bytes=num_bytes)
 
 
 class NixlAgent:
-    """This process's end of every write: the memory it has registered, and the peers it has met."""
+    """This process's end of every write: its registered memory and its known peers."""
 
     def __init__(self, name: str, device: str = "cpu") -> None:
         """Start an agent. Raises ValueError if NIXL is not installed, or UCX does not start.
 
-        name: unique in the cluster. device: the torch device of the memory that `allocate` makes.
+        name: unique in the cluster. device: the torch device of memory of `allocate`.
         """
         package = nixl_package()
         if package is None:
@@ -94,7 +88,7 @@ class NixlAgent:
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
         """Make registered memory, all zero, and return it with its place.
 
-        The memory is uint8 [num_bytes], an array or, on a GPU, a tensor.
+        It is uint8 [num_bytes], an array or, on a GPU, a tensor.
         """
         if self._device == "cpu":
             memory: Any = np.zeros(num_bytes, np.uint8)
@@ -111,16 +105,16 @@ class NixlAgent:
         return memory, place
 
     def release(self, place: Place) -> None:
-        """Deregister what `allocate` made. Idempotent."""
+        """Deregister memory of `allocate`. Idempotent."""
         if held := self._registered.pop(place.address, None):
             self._agent.deregister_memory(held[0])
 
     def grant(self, place: Place) -> bytes:
-        """The bytes that a writer needs in order to write to the place."""
+        """Return the bytes that let a writer write to the place."""
         return _PLACE.pack(*place) + bytes(self._agent.get_agent_metadata())
 
     def meet(self, grant: bytes) -> tuple[str, Place]:
-        """Read a peer's grant: the peer's name, and the place that may be written there.
+        """Read a peer's grant: the peer's name and the place open to writes.
 
         Raises ValueError if UCX has no way to the peer.
         """
@@ -134,13 +128,14 @@ class NixlAgent:
         return peer, place._replace(is_gpu=bool(place.is_gpu))
 
     def progress(self) -> None:
-        """Do what peers wait for; takes a microsecond if that is nothing."""
+        """Serve the peers' writes; takes a microsecond if there are none."""
         self._agent.get_new_notifs()
 
     def prepare(self, local: Place, peer: str, remote: Place, what: str, instance: int) -> Any:
-        """A write of all bytes of `local` to `remote`, of as many bytes, of the agent `peer`.
+        """Prepare a write of all of `local` to `remote`, of equal size, of the agent `peer`.
 
-        It may be posted again and again, each time once it is done. Raises PeerLost; see post.
+        It may be posted repeatedly, each time once it is done. Raises PeerLost; arguments as of
+        `post`.
         """
         ends = [
             self._agent.get_xfer_descs([(place.address, place.num_bytes, place.device)], place.kind)
@@ -149,14 +144,14 @@ class NixlAgent:
         return self._call(self._agent.initialize_xfer, what, instance, "WRITE", *ends, peer)
 
     def post(self, write: Any, what: str, instance: int) -> None:
-        """Begin a prepared write, and do not wait for its end.
+        """Begin a prepared write without waiting for its end.
 
-        what: it, in a few words. instance: whose memory it writes. Raises PeerLost.
+        what: its short description. instance: the owner of the target. Raises PeerLost.
         """
         self._step(self._agent.transfer, write, what, instance)
 
     def is_done(self, write: Any, what: str, instance: int) -> bool:
-        """Whether a write that was posted is over there. Raises PeerLost; see post."""
+        """Return True once a posted write is over. Raises PeerLost; arguments as of `post`."""
         return self._step(self._agent.check_xfer_state, write, what, instance)
 
     def finish(
@@ -167,7 +162,7 @@ class NixlAgent:
         is_alive: Callable[[], bool],
         limit_s: float,
     ) -> None:
-        """Wait until a write that was posted is done; see post.
+        """Wait until a posted write is done; arguments as of `post`.
 
         Raises PeerLost if its target dies meanwhile, ExchangeTimeout after limit_s.
         """
@@ -186,7 +181,7 @@ class NixlAgent:
         self._agent.release_xfer_handle(write)
 
     def keep(self, writes: Any) -> None:
-        """Keep writes that may be under way, and what they read, as long as the agent."""
+        """Keep writes, perhaps under way, and their sources as long as the agent."""
         self._kept.append(writes)
 
     def _step(self, call: Callable[[Any], str], write: Any, what: str, instance: int) -> bool:
@@ -208,8 +203,7 @@ class NixlAgent:
 class NixlSegment(TcpSegment):
     """A peer's segment whose pages go by NIXL, from `bulk`, and whose words go by TCP.
 
-    See segments.Segment. Raises what TcpSegment raises, and ValueError if the owner takes no pages
-    by NIXL.
+    It raises what TcpSegment raises, and ValueError if the owner takes no pages by NIXL.
     """
 
     def __init__(
@@ -240,7 +234,7 @@ class NixlSegment(TcpSegment):
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Write the pages and the chunks, then set the word; see segments.Segment.
+        """Write the pages and the chunks, then set the word.
 
         Raises PeerLost or ExchangeTimeout while the pages are under way.
         """

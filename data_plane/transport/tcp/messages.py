@@ -1,11 +1,8 @@
 """The messages of puts across TCP, and the socket calls of both ends.
 
-Enters: a connection. Leaves: bytes of messages, sent or received whole. Does not know: segments,
-what the bytes mean.
-
-A writer says hello; the owner answers with a welcome, and with the segment's description, grant and
-words. From then on a message of the writer is a header (word, value, a table of chunks) and the
-chunks. The owner sends only words.
+A writer says hello; the owner answers with a welcome, the segment's description, grant and words.
+Then each message of the writer is a header (word, value, table of chunks) and the chunks. The owner
+sends only words.
 """
 
 from __future__ import annotations
@@ -17,33 +14,33 @@ from contextlib import suppress
 from typing import NamedTuple
 
 MAX_CHUNKS = 8
-"""Chunks of a message, at most."""
+"""Most chunks of a message."""
 HEADER = struct.Struct(f"<{3 + 2 * MAX_CHUNKS}Q")
 """A message: the word's offset, its value, the number of chunks, (offset, bytes) of each chunk."""
 WORD = struct.Struct("<QQ")
-"""A word of the owner: its offset and its value."""
+"""The offset and value of a word of the owner."""
 HELLO = struct.Struct("<8sQ")
-"""The magic, and the bytes of the text that follows: names of the segment and of the writer."""
+"""The magic, and the bytes of the text behind: names of the segment and of the writer."""
 MAGIC = b"nanocp\x00t"
 ATTACHED, ABSENT, TAKEN = range(3)
-"""The owner's answers: attached; no such segment; the segment has a writer of this name."""
+"""The owner's answers: attached; no such segment; a writer of this name is there."""
 ANNOUNCED = 0
-"""Stands for a word's offset where pages come another way, which needs the owner too."""
+"""Word offset of an announcement: pages come another way, which needs the owner too."""
 HANDSHAKE_S = 10.0
-"""Longest wait for the other end during hello and welcome."""
+"""Longest wait during hello and welcome."""
 CLOSE_S = 2.0
-"""Longest wait for a thread that was shut down."""
+"""Longest wait for a thread after its shutdown."""
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
-"""With these a node that vanished is noticed after 2 + 4 * 1 seconds."""
+"""By these a vanished node is noticed after 2 + 4 * 1 seconds."""
 _USER_TIMEOUT_MS = 6000
-"""After this time without an acknowledgement of what was sent, the node counts as vanished."""
+"""A node that acknowledges nothing for this time has vanished."""
 
 
 class Welcome(NamedTuple):
-    """The owner's answer to a hello; the text, the grant and the words follow it."""
+    """The owner's answer to a hello, before the text, the grant and the words."""
 
     answer: int
-    """ATTACHED, ABSENT or TAKEN; after the last two nothing follows."""
+    """ATTACHED, ABSENT or TAKEN; nothing follows the last two."""
     segment_bytes: int = 0
     data_offset: int = 0
     text_bytes: int = 0
@@ -55,14 +52,14 @@ WELCOME = struct.Struct(f"<{len(Welcome._fields)}Q")
 
 
 def put_header(word: int, value: int, chunks: Sequence[tuple[int, int]]) -> bytes:
-    """The header of a message with these chunks, each (offset, bytes), and then the word."""
+    """Return a message's header with these chunks, each (offset, bytes), then the word."""
     assert len(chunks) <= MAX_CHUNKS, f"{len(chunks)} chunks; a message has at most {MAX_CHUNKS}"
     table = [number for chunk in chunks for number in chunk]
     return HEADER.pack(word, value, len(chunks), *table, *[0] * (2 * MAX_CHUNKS - len(table)))
 
 
 def tune(connection: socket.socket) -> None:
-    """Send at once, and notice a node that vanishes."""
+    """Send without delay, and notice a node that vanishes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in _KEEPALIVE_S.items():
@@ -71,23 +68,23 @@ def tune(connection: socket.socket) -> None:
 
 
 def shut(connection: socket.socket | None) -> None:
-    """Shut the connection down, which wakes the thread that reads from it."""
+    """Shut the connection down, which wakes its reading thread."""
     if connection is not None:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receive exactly `num_bytes` bytes; see receive_into."""
+    """Receive exactly `num_bytes` bytes; raises as `receive_into` does."""
     data = bytearray(num_bytes)
     receive_into(connection, [memoryview(data)])
     return bytes(data)
 
 
 def receive_into(connection: socket.socket, views: list[memoryview]) -> None:
-    """Receive into the views, one after the other. Raises ConnectionError at the end of the stream.
+    """Receive into the views in turn.
 
-    Raises TimeoutError after the connection's timeout.
+    Raises ConnectionError at the end of the stream, TimeoutError after the connection's timeout.
     """
     views = [view for view in views if len(view)]
     while views:
@@ -98,7 +95,7 @@ def receive_into(connection: socket.socket, views: list[memoryview]) -> None:
 
 
 def rest_of(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The views without their first `num_bytes` bytes."""
+    """Return the views without their first `num_bytes` bytes."""
     for number, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[number + 1 :]]

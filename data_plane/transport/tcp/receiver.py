@@ -1,10 +1,7 @@
-"""What writes the puts that come by TCP into a segment: what a receiver is, and the one in Python.
+"""The interface of a receiver of puts by TCP into a segment, and the receiver in Python.
 
-Enters: the connection of a writer that has attached. Leaves: chunks in the segment's memory, and
-then the word. Does not know: who the writer is, when a connection is made or shut down.
-
-The compiled receiver (native/receiver.py) does the same. This one is its reference, and serves
-where there is no C++ compiler.
+It is the slow reference of the compiled one (native/receiver.py), and serves without a C++
+compiler.
 """
 
 from __future__ import annotations
@@ -17,17 +14,17 @@ from data_plane.transport.futex import Word
 from data_plane.transport.tcp.messages import ANNOUNCED, HEADER, MAX_CHUNKS, receive_into
 
 Receiver = Callable[[socket.socket, mmap.mmap, int], int]
-"""Receives puts; its arguments are (connection, memory, data_offset).
+"""A receiver of puts, called with (connection, memory, data_offset).
 
-connection: without a timeout. memory: of the segment, which puts may change from `data_offset` on.
-Returns if the writer announces what comes another way: its longest time in ms. Raises
-ConnectionError at the end of the stream, OSError if the connection breaks, and ValueError if a
-message cannot be from a writer of this cluster.
+connection: without a timeout. memory: the segment's, which puts may change from `data_offset` on.
+Returns the longest time in ms at an announcement of pages that come another way. Raises
+ConnectionError at the end of the stream, OSError if the connection breaks, ValueError if a message
+cannot be from a writer of this cluster.
 """
 
 
 def receive_in_python(connection: socket.socket, memory: mmap.mmap, data_offset: int) -> int:
-    """Receive puts under the interpreter's lock; see Receiver."""
+    """Receive puts under the interpreter's lock; a Receiver."""
     view = memoryview(memory)
     words: dict[int, Word] = {}
     header = memoryview(bytearray(HEADER.size))
@@ -51,10 +48,10 @@ def receive_in_python(connection: socket.socket, memory: mmap.mmap, data_offset:
 
 
 def announced_ms(header: Sequence[int], memory_bytes: int) -> int:
-    """The longest time in ms that an announcement gives.
+    """Return the longest time in ms of an announcement.
 
-    header: of a message that is no put into the segment, which has `memory_bytes`. Raises
-    ValueError if it is no announcement.
+    header: of a message that is no put into the segment of `memory_bytes`. Raises ValueError if it
+    is no announcement.
     """
     offset, value, num_chunks, *table = header
     if offset != ANNOUNCED:

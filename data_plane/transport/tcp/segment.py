@@ -1,7 +1,6 @@
 """A peer's segment on another node: the writer's end of puts across TCP.
 
-Enters: chunks of a segment and a word. Leaves: the same in the owner's segment, as if this process
-had mapped it. Does not know: what the bytes mean, epochs. The owner's end is tcp/server.py.
+The owner's end is tcp/server.py.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _DIAL_AGAIN_S = 0.02
 
 
 class TcpSegment:
-    """A peer's segment on another node, for one thread; see segments.Segment.
+    """A peer's segment on another node, for one thread; a segments.Segment.
 
     `memory` is a mirror, of which chunks are sent. Raises ExchangeTimeout if the segment cannot be
     attached in time, TermOver if the term ends meanwhile, ValueError if it has a writer of this
-    name already.
+    name.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class TcpSegment:
         timeout_ms: float,
         term: Term,
     ) -> None:
-        """instance: the owner, which is the peer of what is raised."""
+        """instance: the owner, named as the peer in errors."""
         self.name = name
         self._instance = instance
         self._term = term
@@ -66,7 +65,7 @@ class TcpSegment:
         self._limits = limits
         self.bulk: Any = None
         self.grant = b""
-        """What lets this writer write into the owner's memory for pages."""
+        """The permission to write into the owner's memory for pages."""
         self._connection = self._dial(writer, timeout_ms)
         self._is_open = True
         self._reader = threading.Thread(
@@ -81,9 +80,9 @@ class TcpSegment:
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Send the chunks and then the word; see segments.Segment.
+        """Send the chunks, then the word.
 
-        Raises ExchangeTimeout if the owner is alive but takes nothing, TermOver if the term ends
+        Raises ExchangeTimeout if the living owner takes nothing, TermOver if the term ends
         meanwhile.
         """
         assert bulk is None, "the segment has no bulk"
@@ -96,24 +95,24 @@ class TcpSegment:
             self._send(message)
 
     def announce(self) -> None:
-        """Ask the owner to call its `progress` until the next message, or until a timeout."""
+        """Ask the owner to call its `progress` until the next message or a timeout."""
         header = put_header(ANNOUNCED, self._limits.exchange_timeout_ms, ())
         self._send([memoryview(header)])
 
     def fileno(self) -> int:
-        """The connection's file descriptor."""
+        """Return the connection's file descriptor."""
         return self._connection.fileno()
 
     def owner_is_alive(self) -> bool:
-        """Whether the connection to the owner is open; see segments.Segment."""
+        """Return True while the connection to the owner is open."""
         return self._is_open
 
     def claim(self) -> bool:
-        """True: the owner let this writer attach as the only one; see segments.Segment."""
+        """Return True: the owner let this writer attach as the only one."""
         return True
 
     def require(self, description: str) -> None:
-        """Raise ValueError unless the segment has this description; see segments.Segment."""
+        """Raise ValueError unless the segment has this description."""
         require_description(self.name, self.description, description)
 
     def close(self) -> None:
@@ -142,7 +141,7 @@ class TcpSegment:
                 return
 
     def _read_words(self) -> None:
-        """Write the words that the owner sends into the mirror, until the connection ends."""
+        """Write the owner's words into the mirror until the connection ends."""
         words: dict[int, Word] = {}
         with suppress(OSError):
             while True:

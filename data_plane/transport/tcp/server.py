@@ -1,14 +1,9 @@
-"""One-sided puts across TCP between CPU instances of different nodes: the owner's end.
+"""The owner's end of one-sided puts across TCP between CPU instances of different nodes.
 
-Enters: connections of writers. Leaves: the chunks that they send in the segments of this process,
-then the word, as if the writers had mapped the segments. Does not know: what the bytes mean,
-epochs.
-
-A thread of the owner writes what a peer sends. A connection is one writer's way into one segment,
-so that pages do not hold up a step. When a connection ends, its other end is taken for dead: the
-kernel closes the connections of a process that dies, keepalive those of a node that vanishes. The
-writer's end is tcp/segment.py, the messages are in tcp/messages.py, what receives puts in
-tcp/receiver.py.
+A thread of the owner writes a peer's chunks into the segment, then the word. Each (writer, segment)
+has its own connection, so pages do not delay a step. An ended connection means a dead peer: the
+kernel closes those of a dead process, keepalive those of a vanished node. Beside it:
+tcp/segment.py, the writer's end; tcp/messages.py; tcp/receiver.py.
 """
 
 from __future__ import annotations
@@ -49,18 +44,18 @@ _MAX_CONNECTIONS = 4096
 
 
 class _Attached(NamedTuple):
-    """A writer that has attached, and the segment that it writes."""
+    """An attached writer and its segment."""
 
     key: tuple[str, str]
     """(segment, writer)."""
     memory: mmap.mmap
     data_offset: int
     progress: Callable[[], None] | None
-    """Must be called while the writer writes; None if it need not."""
+    """Must be called while the writer writes, unless it is None."""
 
 
 class TcpSegmentServer:
-    """Lets writers on other nodes attach to segments of this process; a thread for each connection.
+    """Lets writers on other nodes attach to segments of this process, by a thread a connection.
 
     `address` is its host:port.
     """
@@ -68,7 +63,7 @@ class TcpSegmentServer:
     def __init__(self, host: str, receiver: Receiver) -> None:
         """Listen on a free port of this host's address. Raises OSError if that is impossible.
 
-        receiver: writes what arrives, best native.receiver.receive_puts.
+        receiver: writes the puts, best native.receiver.receive_puts.
         """
         self._receiver = receiver
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -78,7 +73,7 @@ class TcpSegmentServer:
         self._lock = threading.Lock()
         self._segments: dict[str, OwnedSegment] = {}
         self._writers: dict[tuple[str, str], socket.socket | None] = {}
-        """The connection by (segment, writer); None once it has ended."""
+        """The connection of (segment, writer); None once it has ended."""
         self._thread = threading.Thread(target=self._accept, name="tcp segments", daemon=True)
         self._thread.start()
 
@@ -97,9 +92,9 @@ class TcpSegmentServer:
             shut(connection)
 
     def is_attached(self, segment: str, writer: str) -> bool | None:
-        """Whether the writer's connection is open; None if it has had none.
+        """Return True while the writer's connection is open, None if it never had one.
 
-        All that the writer put is here before this is False.
+        All its puts are here before this is False.
         """
         with self._lock:
             if (segment, writer) not in self._writers:
@@ -109,7 +104,7 @@ class TcpSegmentServer:
     def send_word(self, segment: str, offset: int, value: int) -> None:
         """Send a word of the segment to its writers.
 
-        This does not block, because few words are under way to a writer.
+        It does not block: few words are under way to a writer.
         """
         with self._lock:
             for (name, _), connection in self._writers.items():
@@ -118,7 +113,7 @@ class TcpSegmentServer:
                         connection.sendall(WORD.pack(offset, value))
 
     def close(self) -> None:
-        """Accept no more connections and end all open ones. Idempotent."""
+        """Accept no more connections and end all. Idempotent."""
         # Closing the listener does not wake the thread that waits in accept.
         shut(self._listener)
         self._thread.join(CLOSE_S)
@@ -165,7 +160,7 @@ class TcpSegmentServer:
                             self._writers[attached.key] = None
 
     def _greet(self, connection: socket.socket) -> _Attached | None:
-        """Read the hello of a connection and answer it; None if the writer is refused."""
+        """Answer the hello of a connection; None if the writer is refused."""
         magic, num_bytes = HELLO.unpack(receive(connection, HELLO.size))
         if magic != MAGIC or num_bytes > _MAX_TEXT_BYTES:
             return None
@@ -194,7 +189,7 @@ class TcpSegmentServer:
             return _Attached(key, segment.memory, segment.data_offset, segment.progress)
 
     def _receive(self, connection: socket.socket, attached: _Attached) -> None:
-        """Write what arrives until the connection ends, which raises an OSError.
+        """Receive puts until the connection ends, which raises an OSError.
 
         Raises ValueError if a message cannot be from a writer of this cluster.
         """
@@ -208,7 +203,7 @@ class TcpSegmentServer:
 def _until_readable(
     connection: socket.socket, progress: Callable[[], None], limit_s: float
 ) -> None:
-    """Call `progress` until there is something to read, or the connection ends, or the limit."""
+    """Call `progress` until input or the end of the connection comes, or the limit."""
     deadline = time.monotonic() + limit_s
     poll = select.poll()
     poll.register(connection, select.POLLIN)
