@@ -21,7 +21,7 @@ from nanocp.values.table_changes import PageRun
 
 @dataclass(frozen=True, slots=True)
 class LocalPages:
-    """The pages of attention rows in this instance's frames, ascending; some are of coming tokens."""
+    """The ascending pages of attention rows in this instance's frames, also of coming tokens."""
 
     num_pages: np.ndarray
     """[rows] int32: pages of each row; 0 for padding."""
@@ -172,7 +172,7 @@ class ContextPool:
         self.tables.copy_from(self.staging[parity])
 
     def context(self, bucket: Bucket) -> StepContext:
-        """Return the bucket's slice of the pool. Slices overlap, so only one step runs at a time."""
+        """Return the bucket's slice of the pool; slices overlap, so one step runs at a time."""
         live = self.tables
         tables = StepTables(
             num_rows=live.num_rows,

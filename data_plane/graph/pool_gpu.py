@@ -195,7 +195,7 @@ class GpuPool:
         return self._staged.nbytes + self._live.nbytes + self._device_start.nbytes
 
     def context(self, bucket: Bucket) -> GpuContext:
-        """Return the bucket's slice of the pool. Slices overlap, so only one step runs at a time."""
+        """Return the bucket's slice of the pool; slices overlap, so one step runs at a time."""
         words, live, num_rows = self._words, self._live, bucket.num_rows
         start = _Start.views(self._device_start, words.rows)
         return GpuContext(

@@ -1,8 +1,4 @@
-"""Memory and a file for pages outside the frames: the slots of one instance.
-
-Enters: pages as bytes, each for a slot. Leaves: the same bytes, or nothing where they cannot be
-read. Does not know: which page a slot has, frames, when a slot is free.
-"""
+"""The slots of one instance: memory and a file for pages outside the frames (KV offload)."""
 
 from __future__ import annotations
 
@@ -25,22 +21,17 @@ logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = 8
 _DISK_S = 5.0
-"""A disk that takes longer for a page hangs, and its file is given up."""
+"""A disk that takes longer for a page hangs, and its file is abandoned."""
 
 
 class Slots:
     """Slots 0 to num_host - 1 are in memory, the others in a file.
 
-    One thread writes and reads them. A file whose disk hangs is given up: nothing is written there
-    any more, and what was there is gone.
+    For one thread. If the disk hangs, the file and its pages are given up.
     """
 
     def __init__(self, num_host: int, num_file: int, page_bytes: int, file_dir: str) -> None:
-        """Take memory and the file's space from the system.
-
-        Raises ValueError if there is too little memory, if no file can be made in the directory, or
-        if the disk is too small.
-        """
+        """Raises ValueError if memory or disk is too small, or the directory takes no file."""
         self._num_host = num_host
         self._page_bytes = page_bytes
         try:
@@ -52,7 +43,7 @@ class Slots:
             ) from error
         self._host = memory[: num_host * page_bytes].reshape(num_host, page_bytes)
         self._checksums: dict[int, bytes] = {}
-        """By slot: checksums of the pages in the file."""
+        """Checksums of the file's pages, by slot."""
         self._file: IO[bytes] | None = None
         self._has_warned = False
         self._is_given_up = False
@@ -70,16 +61,16 @@ class Slots:
 
     @classmethod
     def of(cls, scheduler: SchedulerConfig, file_dir: str, page_bytes: int) -> Slots | None:
-        """Make an instance's slots; None without kv_offload. Raises what the constructor raises."""
+        """Make an instance's slots; None without kv_offload. Raises as the constructor does."""
         num_host, num_file = scheduler.offload_host_pages, scheduler.offload_file_pages
         if not num_host:
             return None
         return cls(num_host, num_file, page_bytes, file_dir)
 
     def write(self, slot: int, payload: np.ndarray) -> bool:
-        """Put a page into a slot. False if the file cannot take it, such as on a full disk.
+        """Put a page into a slot; False if the file cannot take it, as on a full disk.
 
-        payload: uint8, of page_bytes elements; in memory of any shape and strides, else contiguous.
+        payload: uint8 [page_bytes]; for a slot in memory, of any shape and strides.
         """
         if slot < self._num_host:
             self._host[slot].reshape(payload.shape)[...] = payload
@@ -95,7 +86,7 @@ class Slots:
         return num_bytes == self._page_bytes
 
     def read(self, slot: int) -> np.ndarray | None:
-        """The page in a slot: uint8 [page_bytes], in memory the slot itself. None if it is gone."""
+        """Return the page in a slot, uint8 [page_bytes], perhaps a view; None if it is lost."""
         if slot < self._num_host:
             page: np.ndarray = self._host[slot]
             return page
@@ -113,12 +104,12 @@ class Slots:
         return payload
 
     def close(self) -> None:
-        """Give the file's space back. Idempotent."""
+        """Delete the file. Idempotent."""
         if self._file is not None and not self._is_given_up:  # else to close it would hang too
             self._file.close()
 
     def _in_time(self, call: Callable[[], int]) -> int:
-        """What the system call returns. Raises OSError, also if the disk hangs now or has hung."""
+        """Return a system call's result. Raises OSError, also if the disk hangs or has hung."""
         if self._is_given_up:
             raise OSError(errno.ETIMEDOUT, "the disk hung")
         answer: Future[int] = Future()

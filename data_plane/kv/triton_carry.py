@@ -134,7 +134,7 @@ def _gated(
 
 @triton.jit
 def _kept(decays_ptr, k, is_k, BY_CHANNEL: tl.constexpr):
-    """Return the share of a state that a token keeps: by channel of the key, [BLOCK_K, 1], or one."""
+    """Return a token's decay of a state: by channel of the key, [BLOCK_K, 1], or one."""
     if BY_CHANNEL:
         kept = tl.exp(tl.load(decays_ptr + k, mask=is_k, other=0.0))[:, None]
     else:

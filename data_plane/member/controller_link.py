@@ -1,7 +1,6 @@
 """A member's stream to the controller: one queue up, one queue down.
 
-Enters: messages to send. Leaves: messages that arrived, and None when the stream has ended; a term
-that is over, at once. Does not know: what other messages mean.
+A queue ends with None when the stream does; the end of a term takes effect at once.
 """
 
 from __future__ import annotations
@@ -35,13 +34,14 @@ from nanocp.wire.members import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 16_384
-"""Longest queue; the controller keeps at most as many messages under way to one member."""
+"""Longest queue; the controller allows as many messages under way to a member."""
 _MAX_MESSAGE_BYTES = 256 << 20
 _REDIAL_S = 0.2
-"""Pause before another controller is dialled again, which has refused this member."""
+"""Pause before a controller that refused this member is dialled again."""
 SLICE_S = 1.0
-"""Longest single wait for a controller. Only what this process lives through counts: one that was
-stopped, or had no processor for minutes, has hardly waited."""
+"""Longest single wait for a controller. Waits count only in slices, so the pause of a stopped
+process is no wait.
+"""
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
 
@@ -63,9 +63,9 @@ class ControllerLink:
     ) -> None:
         """Dial the controller at host:port and attach.
 
-        metadata: the call's, with the member's name and secret, without which the controller
-        refuses it. term: this member's, which ends as soon as the controller says so, before the
-        message is taken. Raises ControllerLost if no controller answers within start_timeout_ms.
+        metadata: the call's, with the member's name and secret. term: this member's, which ends as
+        soon as the controller says so. Raises ControllerLost if no controller answers within
+        start_timeout_ms.
         """
         self.term = term or Term()
         self._controller = controller
@@ -74,9 +74,9 @@ class ControllerLink:
         self._is_prefill = is_prefill
         self._parent = starter()
         self._is_orphan = False
-        """Whether the controller is lost, and no other one has said anything."""
+        """True while the controller is lost, and no other has sent a message."""
         self._left_s = limits.start_timeout_ms / 1000
-        """For how long a controller is still waited for."""
+        """Remaining time to wait for a controller."""
         self._dial("start_timeout_ms")
 
     def _dial(self, limit: str) -> None:
@@ -107,7 +107,7 @@ class ControllerLink:
         self._reader.start()
 
     def redial(self) -> None:
-        """Attach to the controller that takes the place of a lost one, to be told the next term.
+        """Attach to the controller that replaces a lost one.
 
         Raises ControllerLost if there is none within orphan_ms, or nobody who could start one.
         """
@@ -139,11 +139,11 @@ class ControllerLink:
             raise ControllerLost(f"the controller left {_MAX_MESSAGES} messages unread") from None
 
     def fail(self, message: str) -> None:
-        """Report to the controller why this member fails."""
+        """Report this member's failure to the controller."""
         self.send(Failure(message))
 
     def close(self) -> None:
-        """Send what is queued, end the stream, close the channel. Idempotent."""
+        """Send the queued messages, end the stream, close the channel. Idempotent."""
         if not self._outbox.full():
             self._outbox.put_nowait(None)
         self._reader.join(_LAST_WORD_S)
@@ -178,10 +178,10 @@ class ControllerLink:
 def await_controller(
     channel: grpc.Channel, address: str, limit: str, left_s: float, parent: int
 ) -> float:
-    """Wait until a controller answers; returns what is left of the time.
+    """Wait until a controller answers; return the rest of the time.
 
-    limit: what left_s comes from, for people. parent: the process that could start a controller.
-    Raises ControllerLost if none answers in left_s, or the parent is gone.
+    limit: the name of left_s, for people. parent: the process that could start a controller. Raises
+    ControllerLost if none answers in left_s, or the parent is gone.
     """
     ready = grpc.channel_ready_future(channel)
     while not _is_done(ready, min(SLICE_S, left_s)):
@@ -207,7 +207,7 @@ def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:
 
 
 def channel_options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
-    """Options of a channel to the controller: large messages, and a dead network is noticed."""
+    """Return a channel's options: large messages, and a dead network is noticed."""
     return (
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),

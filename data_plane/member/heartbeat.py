@@ -13,12 +13,12 @@ from collections.abc import Callable
 from nanocp.config.limits import LimitsConfig
 
 _BEATS = 4
-"""Beats in the time after which a silent member is lost."""
+"""Beats within the time after which a silent member is lost."""
 _JOIN_S = 2.0
 
 
 class Heartbeat:
-    """Sends from the start on; a process that is stopped, or holds the interpreter, does not."""
+    """Sends from the start on, unless the process is stopped or the interpreter held."""
 
     def __init__(self, send: Callable[[], None], limits: LimitsConfig) -> None:
         self._send = send

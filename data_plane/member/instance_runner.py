@@ -1,8 +1,4 @@
-"""The process around an instance: drives it by the controller's messages, sends its tokens.
-
-Enters: plans, tickets and fences from the controller; pages in the instance's ring. Leaves: events
-to the controller, tokens to the front ends. Does not know: how the instance works, who started the
-process.
+"""The process of an instance: drives it by the controller's messages, sends its tokens.
 
 One thread, the caller's, drives the instance; the others only fill and empty queues.
 """
@@ -55,22 +51,22 @@ class ClusterInstance(Instance, Protocol):
 
     @property
     def selected(self) -> list[str]:
-        """What was selected at start-up and why, one sentence each."""
+        """The selections at start-up with reasons, one sentence each."""
 
     @property
     def rings(self) -> Sequence[PageRing]:
-        """The rings that writers of the prefill write in this term, one each."""
+        """The rings of the prefill's writers in this term, one each."""
 
     @property
     def copier(self) -> PageCopier | None:
-        """What copies pages to slots and back; None without kv_offload."""
+        """The copier of pages between frames and slots; None without kv_offload."""
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
+        """The instance that blocks a wait now, or None. Any thread may read it."""
 
     def enter(self, start: TermStart) -> int:
-        """Join a term together with its peers, who do the same; returns the number of graphs."""
+        """Join a term together with the peers; returns the number of graphs."""
 
 
 MakeLoop = Callable[[Any, ControllerLink, TokenStreams, Segments, LimitsConfig], TermLoop]
@@ -81,10 +77,9 @@ def run_instance(
 ) -> None:
     """Run the instance or stage until the controller asks for a shutdown.
 
-    `spec.factory` names a callable(config, instance, segments, checkpoint, progress) that makes
-    what `make_loop` (by default DecodeLoop) drives. make: another one, which has loaded much of it
-    already. Raises FailureReported or ControllerLost if the instance failed, after releasing
-    everything.
+    `spec.factory` names a callable(config, instance, segments, checkpoint, progress); `make_loop`,
+    by default DecodeLoop, drives its product. make: a factory that has loaded much already. Raises
+    FailureReported or ControllerLost if the instance failed, after releasing everything.
     """
     assert spec.instance is not None
     limits = spec.config.limits
@@ -108,7 +103,7 @@ def run_instance(
 
 
 def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None:
-    """Say hello to another controller, with the pages that requests of the lost one have here."""
+    """Greet another controller, with the pages that the lost one's requests have here."""
     kept = tuple(
         (run.request_id, TargetRun(run.first_page, run.num_pages, hello.instance, run.frame))
         for run in instance.kept_pages()
@@ -117,7 +112,7 @@ def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None
 
 
 class DecodeLoop(TermLoop):
-    """Drives one instance by the controller's messages, in one term after the other."""
+    """Drives one instance by the controller's messages, term after term."""
 
     def __init__(
         self,
@@ -131,7 +126,7 @@ class DecodeLoop(TermLoop):
         super().__init__(link, tokens, segments, limits)
         self._instance = instance
         self._plans: deque[InstancePlan] = deque()
-        """Plans of the windows that have not begun, at most two."""
+        """Plans of windows that have not begun, at most two."""
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
         self._watchers: list[threading.Thread] = []
@@ -216,7 +211,7 @@ class DecodeLoop(TermLoop):
         return plan
 
     def _between_steps(self) -> None:
-        """Do what may be done only between steps: take messages, copy pages, send pages."""
+        """Do the work that is allowed only between steps: messages, copies, pages."""
         self._take_all()
         self._pages_reported.clear()
         self._instance.pages.copy_arrived_pages()

@@ -1,8 +1,4 @@
-"""How a member of a cluster, an instance or the prefill, starts and ends.
-
-Enters: a MemberSpec. Leaves: an open link to the controller, and a report to the controller if the
-member fails. Does not know: what the member does in between.
-"""
+"""The start and end of a cluster's member, an instance or the prefill, with reports of failures."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ShutdownRequested(Exception):
-    """The controller asked the member to end; the message is the controller's reason."""
+    """The controller asked the member to end; the message is its reason."""
 
 
 class FailureReported(Exception):
@@ -39,33 +35,35 @@ class FailureReported(Exception):
 
 
 Make = Callable[..., Any]
-"""Makes an instance, a stage or a probe; see instance_runner.run_instance and its siblings."""
+"""Makes an instance, a stage or a probe (instance_runner.run_instance and its siblings)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpareSpec:
-    """All that a spare needs to know before it becomes an instance's process; picklable."""
+    """A spare's data before it becomes an instance's process; picklable."""
 
     name: str
     factory: str
-    """module:function of a configuration and a checkpoint folder. It loads what does not depend on
-    the instance, and returns what makes one, as MemberSpec.make does."""
+    """module:function of a configuration and a checkpoint folder. It loads all that no instance
+    owns, and returns a maker as of MemberSpec.make.
+    """
     config: Config
     checkpoint: Path
 
     def prepare(self) -> Make:
-        """Load what every instance needs. Raises what the factory raises."""
+        """Load all that no instance owns. Raises as the factory does."""
         make: Make = _named(self.factory)(self.config, self.checkpoint)
         return make
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSpec:
-    """All that a member's process needs to know; picklable."""
+    """A member process's data; picklable."""
 
     factory: str
-    """module:function that makes the instance, the probe of a prefill or a stage of one; launchers
-    must not import the module."""
+    """module:function that makes the instance, the probe of a prefill or a stage of one. Launchers
+    must not import the module.
+    """
     config: Config
     cluster_id: str
     """Prefix of every shared-memory name of this cluster."""
@@ -77,14 +75,15 @@ class MemberSpec:
     instance: int | None = None
     """None: the prefill."""
     term: int = 1
-    """The term that it will probably join, for which it makes its segments while it starts."""
+    """The probable first term, for which it makes its segments while it starts."""
     node: int | None = None
-    """The node whose instances' streams it carries; then it is neither instance nor prefill."""
+    """The node whose streams it carries, if it is neither instance nor prefill."""
     carrier: str = ""
-    """Address on this machine of the process that carries an instance's stream to the controller,
-    or at which this one does. Empty: the instance dials the controller."""
+    """Address on this machine of the process that carries an instance's stream, or of this one.
+    Empty: the instance dials the controller.
+    """
     planner: str = ""
-    """module:function of a configuration, which makes what plans the passes of a prefill."""
+    """module:function of a configuration, which makes the planner of a prefill's passes."""
 
     @property
     def name(self) -> str:
@@ -95,7 +94,7 @@ class MemberSpec:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of the member's calls; controller and front ends refuse calls without it."""
+        """The metadata of the member's calls; calls without it are refused."""
         return member_metadata(self.name, self.secret)
 
     @property
@@ -105,7 +104,7 @@ class MemberSpec:
 
     @property
     def make_planner(self) -> Make:
-        """What makes the planner, whose module is imported here."""
+        """The planner's factory, whose module is imported here."""
         return _named(self.planner)
 
 
@@ -117,12 +116,11 @@ def _named(factory: str) -> Make:
 
 @contextlib.contextmanager
 def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
-    """Open the link to the controller; yield it with a stack of what to close at the end.
+    """Open the link to the controller; yield it with a stack of closers.
 
-    ShutdownRequested ends the block normally. ControllerLost passes. Any other error is reported to
-    the controller and becomes FailureReported. It is reported before anything is closed: once this
-    member's shared memory is released its peers fail too, and the controller takes the first report
-    for the cause.
+    ShutdownRequested ends the block normally. ControllerLost passes. Any other error becomes
+    FailureReported, after a report to the controller. The report comes before anything is closed:
+    then peers fail too, and the controller takes the first report for the cause.
     """
     link = ControllerLink(
         spec.carrier or spec.controller,
@@ -144,7 +142,7 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
 
 
 def segments_of(spec: MemberSpec, term: Term) -> Segments:
-    """The member's own segments and its way to its peers', in its term.
+    """Return the member's segments and its way to its peers', in its term.
 
     Raises ValueError if the member cannot listen on its own address.
     """
@@ -177,7 +175,7 @@ def _frames_device(spec: MemberSpec) -> str:
 
 
 def _own_address(controller: str) -> str:
-    """This machine's address on the way to the controller, by which other machines reach it too."""
+    """Return this machine's address towards the controller, which other machines reach too."""
     host, _, port = controller.rpartition(":")
     host = host.strip("[]")
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -188,18 +186,18 @@ def _own_address(controller: str) -> str:
 
 
 def meet(segments: Segments, join: Join) -> None:
-    """Take the places of all instances, as the controller sends them with each term."""
+    """Take the places of all instances from the controller's message."""
     segments.meet(places_in(join))
 
 
 def places_in(join: Join) -> list[Peer | None]:
-    """The place of each instance; None for one that is not in the term."""
+    """Return the place of each instance; None outside the term."""
     seats = join.seats or range(len(join.peers))
     return [peer if seat in seats else None for seat, peer in enumerate(join.peers)]
 
 
 def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:
-    """A callback of (done, total) that reports a percentage each time it has grown."""
+    """Return a callback of (done, total) that reports each higher percentage."""
     reported = 0
 
     def progress(done: int, total: int) -> None:
@@ -218,13 +216,13 @@ def sentence(error: BaseException) -> str:
 
 
 class MemberLoop(Protocol):
-    """What a member does under a controller, in one term after the other."""
+    """A member's work under a controller, term after term."""
 
     def run(self) -> None:
         """Run until the controller asks for a shutdown; raises ControllerLost if it is gone."""
 
     def forget_term(self) -> None:
-        """Drop what belongs to a term that is over."""
+        """Drop all of a term that is over."""
 
 
 def run_under_controllers(

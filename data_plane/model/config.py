@@ -1,8 +1,4 @@
-"""The model's shape and rules, from a Hugging Face folder.
-
-Enters: config.json (both spellings of rope) and generation_config.json. Leaves: a ModelConfig, or a
-ValueError that says what was found and what would be right. Does not know: tensors, instances.
-"""
+"""The model's shape and rules, from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,14 +16,14 @@ from data_plane.model.safetensors_reader import has_fp8
 
 _FORMS = "float32, bfloat16, float16, or fp8 (e4m3) with one scale for each block"
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files in which ModelOpt, GPTQ's and AWQ's tools say how weights are quantized."""
+"""Files of ModelOpt, GPTQ's and AWQ's tools about quantized weights."""
 _MOST_EXPERTS = 1_000_000
 """Most layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: each layer is attention of one kind, then an MLP or a mixture of experts."""
+    """A decoder: each layer is attention of one kind, then an MLP or a MoE layer."""
 
     vocab_size: int
     hidden_size: int
@@ -36,7 +32,7 @@ class ModelConfig:
     dense_size: int
     """Intermediate size of the dense layers."""
     num_dense_layers: int
-    """How many layers, the first ones, are dense; all others are mixtures of experts."""
+    """The number of first layers that are dense; all others are MoE layers."""
     num_experts: int
     """0 if every layer is dense."""
     num_experts_per_token: int
@@ -44,17 +40,16 @@ class ModelConfig:
     """Intermediate size of one expert."""
     num_shared_experts: int
     softmax_gate: bool
-    """Whether the gate is DeepSeek-V2's, else DeepSeek-V3's.
+    """True: DeepSeek-V2's gate, False: V3's.
 
-    V2: scores are a softmax, a group counts by its best expert, and no expert has a bias. V3:
-    scores are sigmoids, a group counts by its best two experts, and a bias takes part in the
-    choice.
+    V2: softmax scores, a group counts by its best expert, and no bias. V3: sigmoid scores, a group
+    counts by its best two experts, and a bias takes part in the choice.
     """
     num_groups: int
     """Groups of experts; the gate chooses groups first."""
     num_groups_per_token: int
     weights_normalised: bool
-    """Whether the chosen experts' weights are divided by their sum."""
+    """True if the chosen experts' weights are divided by their sum."""
     routed_scale: float
     """Factor of the chosen experts' weights."""
     shared_size: int
@@ -62,22 +57,24 @@ class ModelConfig:
     norm_eps: float
     tied_embeddings: bool
     max_len: int
-    """Number of positions that the model was made for."""
+    """Number of the model's positions."""
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig
     fp8_block: tuple[int, int] | None
-    """Rows and columns of an FP8 weight that share a scale; None: every weight is a plain float."""
+    """Rows and columns of an FP8 weight that share a scale; None: no FP8."""
     names: TensorNames = PLAIN_NAMES
     num_mtp_layers: int = 0
     """1 if the layer behind the last one drafts tokens (the MTP layer)."""
     has_shared_gate: bool = False
-    """Whether the shared expert's output is scaled by a gate of its own."""
+    """True if the shared expert's output has its own gate."""
     has_offset_norms: bool = False
-    """Whether norms multiply by 1 + their weights."""
+    """True if norms multiply by 1 + their weights."""
     delta: DeltaConfig | None = None
-    """What linear attention layers compute; None: every layer is a full attention layer."""
+    """Linear attention's configuration, if some layers have it."""
     linear_layers: tuple[int, ...] = ()
-    """Indices of the linear attention layers, ascending: their rows have states, and no KV."""
+    """Ascending indices of the linear attention layers: their rows have recurrent states, and no
+    KV.
+    """
     expert_limits: tuple[float, ...] = ()
     """By layer, the limit of its experts' activations (layers.gated); infinity is none."""
     shared_limits: tuple[float, ...] = ()
@@ -85,20 +82,20 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """Positions up to which the rotary embedding is stretched, where that is further."""
+        """Positions of the rotary embedding, with its stretch."""
         yarn = self.rope.yarn
         return max(self.max_len, round(yarn.factor * yarn.original_max_len) if yarn else 0)
 
     @property
     def longest_why(self) -> str:
-        """Which fields say how long a request may be."""
+        """The fields that limit a request's length, for messages."""
         own, yarn = f"max_position_embeddings is {self.max_len}", self.rope.yarn
         if yarn is None:
             return f"{own}, and no yarn stretches it"
         return f"{own}; yarn stretches {yarn.original_max_len} by a factor of {yarn.factor:g}"
 
     def check_no_limits(self) -> None:
-        """Raise ValueError if activations have limits, which no kernel of a GPU holds."""
+        """Raise ValueError if activations have limits, which no GPU kernel holds."""
         for name, limits in zip(LIMITS, (self.expert_limits, self.shared_limits), strict=True):
             if min(limits, default=math.inf) < math.inf:
                 raise ValueError(
@@ -108,30 +105,30 @@ class ModelConfig:
 
     @property
     def num_stored_layers(self) -> int:
-        """Layers that a checkpoint has, the MTP layer too if it is loaded."""
+        """Layers to load from a checkpoint, with the MTP layer if it is used."""
         return self.num_layers + self.num_mtp_layers
 
     @property
     def num_kept_layers(self) -> int:
-        """Layers whose KV is kept."""
+        """Layers with KV."""
         return self.num_stored_layers - len(self.linear_layers)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For each layer, how many before it are of its kind, linear attention or full."""
+        """For each layer, the number before it of its kind, linear attention or full."""
         return tuple(
             self.places_before(index)[index in self.linear_layers]
             for index in range(self.num_stored_layers)
         )
 
     def limits_of(self, index: int) -> tuple[float, float]:
-        """Limits of the experts' activations in a layer, and of the shared experts'."""
+        """Return the limits of a layer's experts' activations, and of the shared experts'."""
         both = self.expert_limits, self.shared_limits
         routed, shared = (each[index] if index < len(each) else math.inf for each in both)
         return routed, shared
 
     def places_before(self, index: int) -> tuple[int, int]:
-        """How many layers before this one attend fully, and how many linearly."""
+        """Return the numbers of full and linear attention layers before this one."""
         num_linear = sum(layer < index for layer in self.linear_layers)
         return index - num_linear, num_linear
 
@@ -139,8 +136,8 @@ class ModelConfig:
     def from_folder(cls, path: str | Path, has_mtp: bool = False) -> ModelConfig:
         """Read a Hugging Face folder's config.json and generation_config.json.
 
-        has_mtp: whether the MTP layer is loaded. Raises ValueError naming the field that is missing
-        or unsupported, and what would be right.
+        has_mtp: load the MTP layer. Raises ValueError naming the missing or unsupported field, and
+        the remedy.
         """
         folder = Path(path)
         raw = text_fields(read_json(folder / "config.json"))
@@ -234,7 +231,7 @@ def _num_mtp_layers(raw: Fields) -> int:
 
 
 def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
-    """Read what the files say of quantized weights; the weights themselves say whether it is so."""
+    """Read the files' quantization; the weights themselves show whether it holds."""
     said = map(raw.inner, ("quantization_config", "compression_config", "quantization"))
     quantization = next(filter(None, said), None)
     _refuse_beside(folder)
@@ -263,7 +260,7 @@ def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
 
 
 def _refuse_beside(folder: Path) -> None:
-    """Refuse forms of quantized weights that files beside config.json name, as tools write them."""
+    """Refuse forms of quantized weights that tools name in files beside config.json."""
     for path in (folder / name for name in _BESIDE if (folder / name).exists()):
         fields = Fields(read_json(path), path.name)
         fields = fields.inner("quantization") or fields

@@ -1,8 +1,4 @@
-"""Fields of a Hugging Face config.json, each read with its type checked.
-
-Enters: a JSON file. Leaves: typed values, or a ValueError that names the field, what was found and
-what would be right. Does not know: which fields there are.
-"""
+"""Fields of a Hugging Face config.json, each read with its type checked."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 _NULL_SAYS_NONE = ("q_lora_rank", "head_dim", "num_key_value_heads", "rope_interleave")
-"""Fields that are null where a model has none of what they describe."""
+"""Fields whose null means that the model has no such thing."""
 _ALSO_NAMED = (
     ("num_experts", "num_local_experts", "n_routed_experts"),
     ("num_experts_per_tok", "num_experts_per_token"),
@@ -24,7 +20,7 @@ _ALSO_NAMED = (
     ("norm_topk_prob", "moe_renormalize"),
     ("num_nextn_predict_layers", "num_mtp_layers"),
 )
-"""Names of one field: `transformers` and makers of folders write one or another."""
+"""Names of one field in `transformers` and in published folders."""
 
 
 class Fields:
@@ -36,13 +32,13 @@ class Fields:
         where: str = "config.json",
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """defaults: what absent fields of the family mean, before the reader's own default."""
+        """defaults: of the family, before the reader's own default."""
         self._raw = raw
         self._defaults = defaults
         self.where = where
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """Return the same fields, of which absent ones have these values."""
+        """Return the same fields with other defaults."""
         return Fields(self._raw, self.where, defaults)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -56,7 +52,7 @@ class Fields:
         return default if value is None else value
 
     def _given(self, name: str) -> Any:
-        """A field by any of its names; None if it is absent or null."""
+        """Return a field by any of its names; None if it is absent or null."""
         names = next((names for names in _ALSO_NAMED if name in names), (name,))
         found = {n: self._raw[n] for n in names if self._raw.get(n) is not None}
         if any(value != found[next(iter(found))] for value in found.values()):
@@ -114,12 +110,12 @@ class Fields:
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value of JSON is an integer; true and false are none."""
+    """Return True for an integer of JSON, which true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _how_to_get(folder: Path) -> str:
-    """What to do if somebody gave a model's name for a folder; empty if the folder is there."""
+    """Return the remedy for a model's name in place of a folder; empty if the folder is there."""
     if folder.exists():
         return ""
     said = ". Nothing is downloaded here"

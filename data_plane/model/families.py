@@ -1,8 +1,4 @@
-"""The architectures that run: how the config.json of each is read, and what is refused.
-
-Enters: config.json. Leaves: what distinguishes an architecture, or a ValueError that names the
-field. Does not know: tensors, instances.
-"""
+"""The supported architectures: how each config.json is read, and its refusals."""
 
 from __future__ import annotations
 
@@ -27,17 +23,17 @@ from data_plane.model.rope_config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """How a checkpoint names its tensors."""
+    """A checkpoint's names of tensors."""
 
     mixture: str = "mlp."
-    """What the names of a layer's mixture of experts begin with."""
+    """Prefix of a MoE layer's names."""
     gate: str = "gate_proj"
-    """This one, and the next two: matrices of an expert."""
+    """This and the next two: matrices of an expert."""
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts."
     gate_bias: str = "gate.e_score_correction_bias"
-    """The gate's, by which it chooses experts."""
+    """Bias of the gate's choice."""
     dense: str = "mlp."
     attention: str = "self_attn."
     output: str = "o_proj"
@@ -49,32 +45,32 @@ PLAIN_NAMES = TensorNames()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What distinguishes an architecture from the others."""
+    """The differences of an architecture."""
 
     attention: Callable[[Fields, RopeConfig], AttentionKind]
     mixture: Callable[[Fields], Mapping[str, Any]]
-    """Reads the fields of ModelConfig that are about dense layers and experts."""
+    """Reads ModelConfig's fields of dense layers and experts."""
     supported: Mapping[str, tuple[Any, ...]]
-    """Field -> the values it may have; an absent field means the first of them.
+    """Field -> its allowed values; an absent field means the first of them.
 
     No values: the family reads the field, which others have not.
     """
     has_pairs: bool = False
-    """Whether rotated pairs stand side by side where config.json does not say so."""
+    """True if rotated pairs stand side by side unless config.json says otherwise."""
     names: TensorNames = PLAIN_NAMES
     linear: Callable[[Fields], LinearLayers] | None = None
-    """Reads the linear attention layers; None: every layer is a full attention layer."""
+    """Reads the linear attention layers, if there are some."""
     has_rope: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Field -> what `transformers` takes where it is absent, unless every family does so."""
+    """Field -> the default of `transformers`, unless it is every family's."""
     has_offset_norms: bool = False
-    """Whether norms multiply by 1 + their weights."""
+    """True if norms multiply by 1 + their weights."""
 
 
 def _kv_heads(
     has_bias: bool | None = False, has_norms: bool | None = False, has_gate: bool = False
 ) -> Callable[[Fields, RopeConfig], AttentionKind]:
-    """Make the reader of K/V heads; None stands for a field of config.json that says so."""
+    """Make the reader of K/V heads; None stands for a field of config.json."""
 
     def read(raw: Fields, _: RopeConfig) -> AttentionKind:
         return GqaConfig.read(
@@ -95,7 +91,7 @@ def _no_mixture(raw: Fields) -> dict[str, Any]:
 def _mixture(
     num_dense_layers: int, num_experts: int, per_token: int, expert_size: int
 ) -> dict[str, Any]:
-    """Make the fields of a softmax gate without groups, and of experts that are not shared."""
+    """Make the fields of a softmax gate without groups or shared experts."""
     return {
         "num_dense_layers": num_dense_layers,
         "num_experts": num_experts,
@@ -168,7 +164,7 @@ def _qwen3_next(raw: Fields) -> dict[str, Any]:
 
 
 def _kimi(raw: Fields) -> dict[str, Any]:
-    """Read what Kimi-Linear and Ling call by other names than DeepSeek-V3."""
+    """Read Kimi-Linear's and Ling's names of DeepSeek-V3's fields."""
     kinds = raw.names("mlp_layer_types")
     num_dense = kinds.count("dense") if kinds else raw.count("first_k_dense_replace", 0)
     if "dense" in kinds[num_dense:]:
@@ -194,7 +190,7 @@ def _kimi(raw: Fields) -> dict[str, Any]:
 
 
 def _ling(raw: Fields) -> dict[str, Any]:
-    """Read Ling's mixture, whose activations may have limits."""
+    """Read Ling's MoE layers, whose activations may have limits."""
     fields = _kimi(raw)
     size = raw.count("moe_shared_expert_intermediate_size", fields["expert_size"])
     return fields | {
@@ -205,7 +201,7 @@ def _ling(raw: Fields) -> dict[str, Any]:
 
 
 def _limits(raw: Fields, name: str) -> tuple[float, ...]:
-    """Read a limit for each layer, of which null and 0 are none."""
+    """Read a limit for each layer; null and 0 are none."""
     values, num_layers = raw.get(name, []), raw.positive("num_hidden_layers")
     num_all = num_layers + raw.count("num_nextn_predict_layers", 0)
     is_list = isinstance(values, list) and (not values or len(values) in (num_layers, num_all))
@@ -380,21 +376,21 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
 }
-"""Architecture, as config.json names it -> its rules."""
+"""Architecture in config.json -> its rules."""
 _ALSO_NAMED = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",  # reads pictures too
     "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
 }
-"""Architecture, as its makers publish it -> the row of what is served of it."""
+"""Published architecture -> the served row."""
 _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     **dict.fromkeys((*LIMITS, "swiglu_limit", "swiglu_limits"), (None,)),
 }
-"""Field -> the values that it may have in every family that does not say otherwise."""
+"""Field -> its allowed values in every family that does not say otherwise."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> Fields:
-    """Read the fields of config.json; where a text model is a part of another, the part's first."""
+    """Read the fields of config.json; those of an inner text model come first."""
     names, text = raw.get("architectures"), raw.get("text_config")
     architecture = next((n for n in _ALSO_NAMED if isinstance(names, list) and n in names), None)
     if architecture is None:
@@ -404,9 +400,9 @@ def text_fields(raw: Mapping[str, Any]) -> Fields:
 
 
 def family_of(raw: Fields) -> Family:
-    """Find the supported architecture that config.json names.
+    """Return the supported architecture of config.json.
 
-    Raises ValueError if there is none, or if a field asks for a rule that is not supported.
+    Raises ValueError if there is none, or a field asks for an unsupported rule.
     """
     architectures = raw.names("architectures")
     name = next((name for name in FAMILIES if name in architectures), None)

@@ -1,8 +1,5 @@
 """A weight that stays in FP8, with a scale for each block, as checkpoints publish it.
 
-Enters: values and scales. Leaves: both, or the weight that they stand for. Does not know:
-checkpoints, kernels.
-
 Legend: N columns out, X columns in.
 """
 
@@ -36,7 +33,6 @@ class Fp8Weight(NamedTuple):
         return self.values.float() * scale.repeat_interleave(self.block[1], -1)[..., :columns]
 
     def to(self, device: torch.device) -> Fp8Weight:
-        """Copy values and scales to the device."""
         return self._replace(values=self.values.to(device), scale=self.scale.to(device))
 
     @staticmethod
@@ -51,7 +47,7 @@ class Fp8Weight(NamedTuple):
 class Fp8Linear:
     """A linear layer over an FP8 weight, x [..., in] -> x W^T [..., out]: the slow reference.
 
-    What serves with FP8 weights has a kernel that reads them (moe/gpu/gemm.py, deep_gemm.py).
+    Serving has kernels for it (moe/gpu/gemm.py, deep_gemm.py).
     """
 
     __slots__ = ("weight",)
@@ -70,7 +66,7 @@ class Fp8Linear:
 
 @runtime_checkable
 class Fp8DenseGemm(Protocol):
-    """What multiplies rows with one FP8 weight as it is."""
+    """A GEMM of rows with one FP8 weight as it is."""
 
     def dense(self, weight: Fp8Weight) -> LinearLayer | None:
-        """Make a layer of a weight [N, X] that is on its device; None: it takes no such widths."""
+        """Make a layer of a weight [N, X] on its device, or None for unsupported widths."""

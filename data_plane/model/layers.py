@@ -1,9 +1,7 @@
 """The arithmetic of a decoder layer, but for attention and experts: pure functions.
 
-Enters: rows and weights. Leaves: rows. Does not know: frames, instances, steps.
-
-What depends on the kind of attention is in attention_kinds/, whose legend holds here: B rows, X
-hidden, C width of `wire_q`, W width of KV, H heads, D width of a query, V value width.
+attention_kinds/ has the rest. Legend: B rows, X hidden, C width of `wire_q`, W width of KV, H
+heads, D width of a query, V value width.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from data_plane.model.weights import (
 def attention_rows(
     x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Project hidden rows [B, X] to all that attention takes.
+    """Project hidden rows [B, X] for attention.
 
     Returns (wire_q [B, C], new KV [B, W], queries [B, H, D]).
     """
@@ -42,7 +40,7 @@ def attention_rows(
 def attention_queries(
     wire_q_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> Tensor:
-    """Make a step's queries of what the wire carries, [B, H, D]."""
+    """Make a step's queries of wire_q, [B, H, D]."""
     return config.attention.queries(wire_q_BC, position_B, layer.attention, rope)
 
 
@@ -52,7 +50,7 @@ def finish_attention(partial_BHO: Tensor, layer: LayerWeights, config: ModelConf
 
 
 def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
-    """Scale the heads' values by the gates that the layer's input x_BX makes, if it has some."""
+    """Scale the heads' values by the gates of the layer's input x_BX, if it has some."""
     if layer.attention.gate is None:
         return o_BHV
     return gate_heads(rms_norm(x_BX, layer.input_norm, config.norm_eps), o_BHV, layer, config)
@@ -61,7 +59,7 @@ def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelC
 def gate_heads(
     normed_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig
 ) -> Tensor:
-    """Scale the heads' values by the gates that the layer's normed input makes, if it has some."""
+    """Scale the heads' values by the gates of the layer's normed input, if it has some."""
     if layer.attention.gate is None:
         return o_BHV
     gate_BG: Tensor = layer.attention.gate(normed_BX).sigmoid()
@@ -112,7 +110,7 @@ def shared_experts(
 
 
 def mtp_rows(next_BX: Tensor, hidden_BX: Tensor, mtp: MtpWeights, config: ModelConfig) -> Tensor:
-    """Make what enters the MTP layer: [B, X].
+    """Make the MTP layer's input: [B, X].
 
     next_BX: embeddings of the next tokens. hidden_BX: rows after the model's last norm, or the MTP
     layer's own.

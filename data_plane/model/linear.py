@@ -1,11 +1,7 @@
-"""Linear layers, and how their weights are laid out: packed for this CPU's GEMM, or plain.
+"""Linear layers and the layout of their weights: packed for this CPU's GEMM, or plain.
 
-Enters: a weight as a checkpoint stores it. Leaves: a function of rows. Does not know: layers,
-checkpoints.
-
-Decode multiplies a few rows with every weight of the model, so a step takes as long as reading the
-weights. At 4 to 16 rows the packed layout is read 1.4 to 2.2 times as fast as the plain one, in
-fp32 and bf16 alike (docs/log.md).
+A decode step takes as long as reading the weights. At 4 to 16 rows the packed layout is read 1.4 to
+2.2 times as fast as the plain one, in fp32 and bf16 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACKED_FOR_ROWS = 16
-"""Batch that the layout is chosen for; it is as good for batches from 1 to 512."""
+"""The layout's batch; it is as good from 1 to 512."""
 
 
 class LinearLayer(Protocol):
@@ -32,42 +28,41 @@ class LinearLayer(Protocol):
 
 
 class Packing(Protocol):
-    """How weights are laid out for the kernels of one kind; only those can read the result."""
+    """A layout of weights for one kind of kernels, which alone can read it."""
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
+        """True if layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
     @property
     def keeps_bf16(self) -> bool:
-        """Whether matrices but gates' are kept in bf16 where rows are fp32.
+        """True if matrices but gates' stay bf16 where rows are fp32.
 
         The checkpoint has them in bf16 (weights.stores_bf16), so nothing is rounded.
         """
 
     @property
     def keeps_heads(self) -> bool:
-        """Whether `head_weight` gives [H, in, out], which torch's functions can read."""
+        """True if `head_weight` gives [H, in, out], readable for torch."""
 
     def linear(self, weight: Tensor) -> LinearLayer:
         """Lay out the weight [out, in] of a linear layer."""
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
-        """Lay out a weight that every head has its own of, [H, in, out]."""
+        """Lay out a weight with a part for every head, [H, in, out]."""
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
         """Lay out the weight of a gate, [experts, hidden] fp32."""
 
 
 class Linear:
-    """A linear layer on the CPU, x [..., in] -> x W^T [..., out], packed where that is possible."""
+    """A linear layer on the CPU, x [..., in] -> x W^T [..., out], packed if possible."""
 
     __slots__ = ("_is_packed", "_weight", "shape")
 
     def __init__(self, weight: Tensor) -> None:
         """Pack a weight [out, in], fp32 or bf16; keep it plain where this CPU has no layout."""
         self.shape = tuple(weight.shape)
-        """The weight's shape, (out, in)."""
         self._is_packed = _can_pack(weight.dtype)
         self._weight = weight.contiguous()
         if self._is_packed:
@@ -87,7 +82,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 class PlainLinear:
-    """A linear layer on any device, x [..., in] -> x W^T [..., out]; its weight is not packed."""
+    """A linear layer on any device, x [..., in] -> x W^T [..., out], not packed."""
 
     __slots__ = ("weight",)
 
@@ -104,7 +99,7 @@ class PlainLinear:
 
 
 class TorchPacking:
-    """The Packing for torch's operators on the CPU: it packs linear layers, not heads or gates."""
+    """The Packing for torch's operators on the CPU: it packs linear layers only."""
 
     keeps_fp8 = False
     keeps_bf16 = False
@@ -119,17 +114,15 @@ class TorchPacking:
         return weight_HKN.contiguous()
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """Take the gate's weight as it is."""
+        """Return the gate's weight as it is."""
         return weight_EX
 
 
 class PlainPacking(TorchPacking):
-    """The Packing for weights that go to a GPU: nothing is laid out."""
+    """The Packing for weights on a GPU: nothing is laid out."""
 
     def __init__(self, keeps_fp8: bool = False) -> None:
         self.keeps_fp8 = keeps_fp8
-        """Whether layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
     def linear(self, weight: Tensor) -> LinearLayer:
-        """Make a PlainLinear of the weight [out, in]."""
         return PlainLinear(weight)

@@ -1,8 +1,6 @@
-"""Seeded checkpoints to develop and test on: Hugging Face folders of every supported architecture.
+"""Seeded checkpoints for development and tests: Hugging Face folders of every architecture.
 
-Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors,
-tokenizer.json. The weights are random, and large enough that greedy tokens vary. Does not know: the
-rest of this package; `transformers` makes the folder.
+`transformers` makes them; random weights are large enough that greedy tokens vary.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _SLOW_DECAY: tuple[dict[str, tuple[float, float]], ...] = (
     {"A_log": (1.0, -3.0), "_bias": (1.0, -2.0)},
     {"A_log": (0.3, 0.0), "_bias": (1.0, -5.0)},  # with a bound, which a sigmoid multiplies
 )
-"""(spread, centre) of what decides how fast a state decays."""
+"""(spread, centre) of the tensors that decide a state's decay."""
 _BLOCK = 128
 _QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -54,9 +52,9 @@ def make_checkpoint(
 
     preset: a key of PRESETS. dtype: with float8_e4m3fn the matrices of attention and of MLPs are
     FP8 in blocks, as DeepSeek publishes them, and all else is bf16. overrides: fields of
-    config.json. published_spelling: write rope_theta and rope_scaling, as DeepSeek's own
-    config.json has them, not rope_parameters. max_shard_size: as `transformers` takes it. Raises
-    ValueError for an unknown preset, and for a vocabulary too small for the tokenizer.
+    config.json. published_spelling: write rope_theta and rope_scaling in place of rope_parameters.
+    max_shard_size: as of `transformers`. Raises ValueError for an unknown preset, or a vocabulary
+    too small for the tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
@@ -108,7 +106,7 @@ def make_checkpoint(
 
 
 def _quantise(path: Path) -> None:
-    """Rewrite the folder's shards with FP8 weights, and beside each the scales of its blocks."""
+    """Rewrite the folder's shards with FP8 weights, each beside its blocks' scales."""
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         for name in [name for name in tensors if _is_quantised(name)]:
@@ -131,7 +129,7 @@ def _is_quantised(name: str) -> bool:
 def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a weight into (FP8 values, fp32 scale of every block).
 
-    The largest value of a block becomes FP8's largest.
+    A block's largest value becomes FP8's largest.
     """
     scale = (
         F.max_pool2d(weight.float().abs()[None], _BLOCK, ceil_mode=True)[0]
@@ -162,7 +160,7 @@ def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str,
 
 
 def _publish_linear_layers(config: dict[str, Any]) -> None:
-    """Say which layers attend linearly, and how, as the published config.json does."""
+    """Write the linear attention layers as the published config.json does."""
     kind = config["model_type"]
     if kind == "kimi_linear":
         layers = config.pop("layer_types")

@@ -1,7 +1,4 @@
-"""The root mean square norm.
-
-Enters: rows and a weight. Leaves: normed rows. Does not know: where in a layer it stands.
-"""
+"""The root mean square norm."""
 
 from __future__ import annotations
 

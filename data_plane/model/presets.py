@@ -1,7 +1,4 @@
-"""Shapes of the seeded checkpoints: fields of config.json for every preset.
-
-Enters: nothing. Leaves: PRESETS. Does not know: weights.
-"""
+"""Fields of config.json for every preset of seeded checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Rotary embedding, plain or stretched, from a table that grows with the positions asked for.
-
-Enters: positions and vectors. Leaves: rotated vectors, in the layout in which they came. Does not
-know: attention.
-"""
+"""Rotary embedding, plain or stretched, from a table that grows with the positions."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ class RopeTable:
     """Rotates vectors, by tables `cos` and `sin` [positions so far, dim / 2] fp32."""
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
-        """Make an empty table; dim is the width of the rotated vectors."""
+        """dim: width of the rotated vectors."""
         self.is_interleaved = config.interleaved
         self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
         self._frequency = _frequencies(config, dim)
@@ -47,7 +43,7 @@ class RopeTable:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
     def reach(self, position: int) -> None:
-        """Make the table hold the position, and all before it."""
+        """Extend the table to the position."""
         if position < len(self.cos):
             return
         angle = (
@@ -56,7 +52,7 @@ class RopeTable:
         self.cos, self.sin = angle.cos() * self._scale, angle.sin() * self._scale
 
     def place(self, device: torch.device, max_len: int) -> None:
-        """Make the table hold every position below max_len, and move it to the device for good."""
+        """Extend the table to max_len, and move it to the device for good."""
         self.reach(max_len - 1)
         self.cos, self.sin = self.cos.to(device), self.sin.to(device)
 

@@ -1,8 +1,4 @@
-"""The rule of a model's rotary embedding, from config.json.
-
-Enters: fields in either spelling. Leaves: a RopeConfig, or a ValueError that names the field. Does
-not know: tables, vectors.
-"""
+"""The rule of a model's rotary embedding, from config.json."""
 
 from __future__ import annotations
 
@@ -18,12 +14,12 @@ class RopeConfig:
 
     theta: float
     interleaved: bool
-    """Whether the checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
+    """True if the checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
     yarn: YarnConfig | None = None
     llama3: Llama3Config | None = None
     """At most one of the two is there; neither: plain rope."""
     is_off: bool = False
-    """Whether nothing is rotated: the model's other layers know the order of tokens."""
+    """True if nothing is rotated: the other layers know the order of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +45,11 @@ class YarnConfig:
     softmax_mscale: float
     """Factor whose square multiplies the softmax scale."""
     truncated: bool
-    """Whether the ends of the ramp are rounded outwards to whole dimensions."""
+    """True if the ends of the ramp are rounded outwards to whole dimensions."""
 
 
 def rope_fields(raw: Fields) -> Fields:
-    """Read the object that says how to rotate; where kinds of layers have their own, the full's."""
+    """Read the object of rope fields; of several kinds of layers, the full attention's."""
     parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or Fields({})
     return parameters.inner("full_attention") or parameters
 
@@ -61,8 +57,8 @@ def rope_fields(raw: Fields) -> Fields:
 def read_rope(raw: Fields, has_pairs: bool) -> RopeConfig:
     """Read rope in either spelling: rope_theta and rope_scaling, or all in rope_parameters.
 
-    has_pairs: whether rotated pairs stand side by side where the file does not say so. Raises
-    ValueError naming the field that is not supported.
+    has_pairs: rotated pairs stand side by side unless the file says otherwise. Raises ValueError
+    naming the unsupported field.
     """
     parameters = rope_fields(raw)
     theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))

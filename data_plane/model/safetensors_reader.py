@@ -1,11 +1,7 @@
-"""Tensors of a checkpoint folder, one at a time: one safetensors file, or several with an index.
+"""Tensors of a checkpoint folder, one at a time, from one safetensors file or indexed ones.
 
-Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Does not know:
-the model.
-
-It reads a shard's header and the tensors that are asked for, and nothing else, so that an instance
-pays for its own experts only. (A mapped file would read neighbours ahead.) FP8 weights are
-de-quantised on the way, or kept with their scales.
+It reads only headers and the asked tensors, so an instance pays for its own experts. (A mapped file
+would read neighbours ahead.) FP8 weights are de-quantised, or kept with their scales.
 """
 
 from __future__ import annotations
@@ -28,19 +24,19 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 """Types of plain tensors, in headers and in torch."""
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
-"""Suffix of the name of an FP8 weight's scales; what quantisation divided by, so its inverse."""
+"""Suffix of the name of an FP8 weight's scales."""
 _OTHER_FORMS = (".qweight", ".weight_packed", ".weight_scale")
-"""How tensors end that AWQ, GPTQ, compressed-tensors and ModelOpt write for a weight."""
+"""Suffixes of weights by AWQ, GPTQ, compressed-tensors and ModelOpt."""
 _EXPERT = re.compile(r"(.*experts\.)(\d+)\.(gate|up|down)_proj\.weight")
-"""Name of a weight of one expert, which may be a part of one tensor of all experts."""
+"""Name of one expert's weight, perhaps a part of one tensor of all experts."""
 _NAMED = 4
-"""How many missing tensors are named; the others are counted."""
+"""Most missing tensors to name; others are counted."""
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit that the format itself sets."""
+"""The format's own limit."""
 
 
 class _Entry(NamedTuple):
-    """Where a shard has one tensor: its bytes are file[begin:end]."""
+    """A tensor's place in a shard: file[begin:end]."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,14 +47,13 @@ class _Entry(NamedTuple):
 class SafetensorsReader:
     """The tensors of a checkpoint folder.
 
-    Every method raises ValueError naming a file that is missing, truncated or malformed.
+    Every method raises ValueError naming a missing, truncated or malformed file.
     """
 
     def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
         """Read the index, or the header of the only file.
 
-        fp8_block: rows and columns of an FP8 weight that share a scale; None: an FP8 weight is
-        refused.
+        fp8_block: rows and columns of an FP8 weight that share a scale; None refuses FP8.
         """
         self._folder = folder
         self._fp8_block = fp8_block
@@ -68,7 +63,7 @@ class SafetensorsReader:
             self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ValueError naming the tensors that the folder lacks, by index and headers."""
+        """Raise ValueError naming the tensors that the folder lacks."""
         missing = list(filter(None, map(self._missing, names)))
         if missing:
             self._refuse_other_forms(missing)
@@ -79,7 +74,7 @@ class SafetensorsReader:
             raise ValueError(f"{self._folder}: {count} missing from the checkpoint: {few}")
 
     def check_dtypes(self, names: Iterable[str]) -> None:
-        """Raise ValueError naming the first of these tensors whose form is not read."""
+        """Raise ValueError naming the first of these tensors in an unsupported form."""
         assert self._file_of is not None
         for name in names:
             stored = self._stored(name)
@@ -93,7 +88,7 @@ class SafetensorsReader:
                 raise ValueError(_wrong_dtype(self._path_of(name), stored, entry.dtype))
 
     def _check_fp8(self, name: str, entry: _Entry) -> None:
-        """An FP8 weight must have its scale of each block, of a type that is read."""
+        """Raise ValueError unless an FP8 weight has a scale for each block, of a supported type."""
         path = self._path_of(name)
         if self._fp8_block is None or len(entry.shape) < 2:
             raise ValueError(
@@ -108,7 +103,7 @@ class SafetensorsReader:
             raise ValueError(_wrong_dtype(self._folder / file, name + _SCALE, scale.dtype))
 
     def _refuse_other_forms(self, names: Iterable[str]) -> None:
-        """Raise ValueError if the folder has one of these weights in a form that is not read."""
+        """Raise ValueError if the folder has one of these weights in an unsupported form."""
         assert self._file_of is not None
         for name in names:
             stem = name.removesuffix(_SCALE).removesuffix(".weight")
@@ -130,11 +125,11 @@ class SafetensorsReader:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that is there, as it is stored."""
+        """Return the stored shape of a tensor."""
         return self._entry(name).shape
 
     def _missing(self, name: str) -> str | None:
-        """Return the name if the tensor is missing, its scales' name if those are, or None."""
+        """Return the tensor's name, or its scales', if it is missing; else None."""
         assert self._file_of is not None
         stored = self._stored(name)
         file = self._file_of.get(stored)
@@ -149,8 +144,8 @@ class SafetensorsReader:
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
 
-        An FP8 weight is multiplied with its scales first, in fp32. Raises ValueError if the tensor
-        or its scales are missing, have another shape than they should, or a dtype that is no float.
+        An FP8 weight is multiplied with its scales in fp32. Raises ValueError if the tensor or its
+        scales are missing or of a wrong shape, or the dtype is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
         self.check_dtypes([name])
@@ -171,15 +166,15 @@ class SafetensorsReader:
             target.copy_(values)
 
     def is_fp8(self, name: str) -> bool:
-        """Whether the tensor is FP8 with scales; raises ValueError if it is missing."""
+        """Return True if the tensor is FP8 with scales; raises ValueError if it is missing."""
         return self._fp8_block is not None and self._entry(name).dtype == _FP8
 
     def is_bf16(self, name: str) -> bool:
-        """Whether the tensor is bf16; raises ValueError if it is missing."""
+        """Return True if the tensor is bf16; raises ValueError if it is missing."""
         return self._entry(name).dtype == "BF16"
 
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
-        """Fill `values` [N, X] and `scale` [rows of blocks, columns of blocks] as they are stored.
+        """Fill `values` [N, X] and `scale` [rows of blocks, columns of blocks] as stored.
 
         Both are on the CPU and contiguous; scale is fp32. Raises ValueError as read_into does.
         """
@@ -197,7 +192,7 @@ class SafetensorsReader:
         self.read_into(name + _SCALE, scale)
 
     def _read_fp8_into(self, name: str, entry: _Entry, target: Tensor) -> None:
-        """De-quantise a row of blocks at a time, so that no fp32 copy stands beside `target`."""
+        """De-quantise a row of blocks at a time, so no fp32 copy stands beside `target`."""
         import torch
 
         assert self._fp8_block is not None, "check_dtypes refuses it"
@@ -230,9 +225,10 @@ class SafetensorsReader:
         return self._folder / self._file_of[self._stored(name)]
 
     def _stored(self, name: str) -> str:
-        """A tensor's name in the folder: Kimi-Linear's dense MLPs have two in use.
+        """Return a tensor's name in the folder.
 
-        Qwen3.5's text model lies in one that sees, and its experts of a layer may be two tensors.
+        Kimi-Linear's dense MLPs have two names; Qwen3.5's text model lies in one that sees, and a
+        layer's experts may be two tensors.
         """
         assert self._file_of is not None
         if name in self._file_of:
@@ -251,7 +247,7 @@ class SafetensorsReader:
 
 
 def _part(entry: _Entry, expert: int, which: str) -> _Entry:
-    """Where one weight of one expert lies in a tensor of all: [E, 2I, X] gate, then up; down."""
+    """Return one expert's weight in a tensor of all: [E, 2I, X] gate, then up; down."""
     _, rows, width = entry.shape
     begin = entry.begin + expert * (num_bytes := (entry.end - entry.begin) // entry.shape[0])
     if which != "down":
@@ -261,15 +257,15 @@ def _part(entry: _Entry, expert: int, which: str) -> _Entry:
 
 
 def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Compute the shape of the scales of an FP8 weight [N, X]: (rows, columns) of blocks."""
+    """Return the shape of an FP8 weight's scales [N, X]: (rows, columns) of blocks."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make zeros in a mapping of their own, for values on their way; no dimension may be 0.
+    """Make zeros in a mapping of their own, for passing values; no dimension may be 0.
 
-    The mapping goes back to the system with the tensor. On the heap, among tensors that stay, the
-    holes would stay too: a fourth of an instance's memory, seen with experts of 1 MB.
+    The mapping returns to the system with the tensor. Holes in the heap would stay: a fourth of an
+    instance's memory with experts of 1 MB.
     """
     import torch
 
@@ -278,10 +274,7 @@ def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Read a shard's header: 8 bytes of length, then that many bytes of JSON.
-
-    The tensors' bytes follow without gaps, to the end of the file.
-    """
+    """Read a shard's header: 8 bytes of length, then JSON; tensors follow without gaps."""
     try:
         file_bytes = path.stat().st_size
         with path.open("rb", buffering=0) as file:
@@ -324,7 +317,7 @@ def _wrong_dtype(path: Path, name: str, dtype: str) -> str:
 
 
 def has_fp8(folder: Path) -> bool | None:
-    """Whether a tensor of the folder is FP8; None if not all of its weights are there."""
+    """Return True if a tensor of the folder is FP8; None if weights are missing."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     index = _read_index(folder) if (folder / _INDEX).exists() else None
     if not names or not {*(index or {}).values()} <= {*names}:

@@ -1,8 +1,4 @@
-"""Sizes of stored tensors and of KV, from config.json alone: no torch is needed to know them.
-
-Enters: a ModelConfig, dtypes as configured. Leaves: names and shapes, bytes. Does not know: files,
-frames.
-"""
+"""Sizes of stored tensors and of KV, from config.json alone, without torch."""
 
 from __future__ import annotations
 
@@ -20,24 +16,24 @@ from nanocp.values.plan import PAGE_SIZE
 NUM_SCALES = 4
 """Scales of one token's latent KV in FP8."""
 CARRY_DEPTH = 1
-"""Newest tokens of a row that are not folded into its state."""
+"""Newest tokens of a row that are not folded into its recurrent state."""
 _CARRY_ALIGNMENT = 64
 _NOT_DENSE = ("kv_b_proj.weight", "eh_proj.weight")
-"""W_UK and W_UV, which are absorbed, and what checkpoints publish in bf16."""
+"""W_UK and W_UV, which are absorbed, and weights that checkpoints publish in bf16."""
 
 
 def token_bytes(rank: int, rope_dim: int) -> int:
-    """Size of one token's latent KV in FP8, in bytes."""
+    """Return the bytes of one token's latent KV in FP8."""
     return rank + 4 * NUM_SCALES + 2 * rope_dim
 
 
 def item_bytes(data_plane: DataPlaneConfig) -> int:
-    """Bytes of a number of the configured dtype."""
+    """Return the bytes of a number of the configured dtype."""
     return 2 if data_plane.dtype == "bfloat16" else 4
 
 
 def page_bytes(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
-    """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
+    """Return the bytes of a page of all layers. Raises ValueError if KV cannot be in FP8."""
     kind, num_tokens = model.attention, PAGE_SIZE * model.num_kept_layers
     if data_plane.kv_dtype == "fp8":
         rank = kind.fp8_rank()
@@ -46,7 +42,7 @@ def page_bytes(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
 
 
 class CarryField(NamedTuple):
-    """One tensor of a row's state in one linear attention layer."""
+    """One tensor of a row's recurrent state in one linear attention layer."""
 
     name: str
     offset: int
@@ -58,11 +54,10 @@ class CarryField(NamedTuple):
 def carry_layout(
     delta: DeltaConfig, item_bytes: int, depth: int
 ) -> tuple[tuple[CarryField, ...], int]:
-    """List what a row's state has in each linear attention layer, and its bytes in all.
+    """Return the fields of a row's state in each linear attention layer, and its bytes.
 
-    item_bytes: of a number of the rows. depth: newest tokens that are not folded into the state.
-    There is a place more for records: programs of other heads may still read one while the newest
-    is written.
+    item_bytes: of a number of the rows. depth: newest tokens outside the state. Records have one
+    place more: other heads' programs may still read one while the newest is written.
     """
     places, heads = depth + 1, delta.num_heads
     fields, offset = [], 0
@@ -80,14 +75,14 @@ def carry_layout(
 
 
 def carry_bytes(model: ModelConfig, item_bytes: int, depth: int = CARRY_DEPTH) -> int:
-    """Bytes of a row's state in all linear attention layers; 0: the model has none."""
+    """Return the bytes of a row's recurrent state in all layers; 0 without linear attention."""
     if model.delta is None:
         return 0
     return carry_layout(model.delta, item_bytes, depth)[1] * len(model.linear_layers)
 
 
 def carry_pages(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
-    """Pages that a row's state takes; 0: the model has no linear attention layers."""
+    """Return the pages of a row's recurrent state; 0 without linear attention."""
     return -(-carry_bytes(model, item_bytes(data_plane)) // page_bytes(model, data_plane))
 
 
@@ -98,7 +93,7 @@ def mlp_names(prefix: str, names: TensorNames = PLAIN_NAMES) -> tuple[str, str, 
 
 
 def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """List the tensors that an instance with these experts reads: name -> shape."""
+    """Return the tensors that an instance with these experts reads: name -> shape."""
     shapes = embedding_shapes(config) | head_shapes(config)
     for index in range(config.num_stored_layers):
         shapes |= layer_shapes(config, index, experts)
@@ -106,7 +101,7 @@ def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tupl
 
 
 def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """List what the MTP layer has beside a decoder layer: name -> shape."""
+    """Return the MTP layer's tensors beside its decoder layer: name -> shape."""
     layer, hidden = f"model.layers.{config.num_layers}.", config.hidden_size
     return {
         layer + "enorm.weight": (hidden,),
@@ -117,12 +112,12 @@ def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """List the tensors that turn token ids into hidden rows: name -> shape."""
+    """Return the tensors between token ids and hidden rows: name -> shape."""
     return {f"{config.names.embedding}.weight": (config.vocab_size, config.hidden_size)}
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """List the tensors that turn hidden rows into logits: name -> shape."""
+    """Return the tensors between hidden rows and logits: name -> shape."""
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (config.hidden_size,)}
     if config.tied_embeddings:
         return shapes | embedding_shapes(config)
@@ -132,7 +127,7 @@ def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(
     config: ModelConfig, index: int, experts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """List the tensors of one layer with these experts: name -> shape."""
+    """Return the tensors of one layer with these experts: name -> shape."""
     hidden, names, layer = config.hidden_size, config.names, f"model.layers.{index}."
     shapes: dict[str, tuple[int, ...]] = {
         layer + "input_layernorm.weight": (hidden,),
@@ -176,15 +171,15 @@ def output_name(config: ModelConfig, index: int) -> str:
 
 
 def is_packed(name: str, shape: Sequence[int]) -> bool:
-    """Whether a stored tensor is a matrix in the dtype of the weights; a gate's is fp32."""
+    """Return True for a matrix in the dtype of the weights; a gate's is fp32."""
     return len(shape) == 2 and not name.endswith(".gate.weight")
 
 
 def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
-    """Whether gpu/deep_gemm.py reads a dense layer's weight in FP8, if it is stored so.
+    """Return True if gpu/deep_gemm.py reads a dense layer's weight in FP8, if stored so.
 
-    Where it depends on other weights, the answer is no: of layers of hybrid models, and of weights
-    that end inside a block, but for kv_a, the last of its layer.
+    False where other weights matter: hybrid models' layers, and weights that end inside a block,
+    but for kv_a, the last of its layer.
     """
     is_dense = name.startswith("model.layers.") and is_packed(name, shape)
     return (
@@ -198,6 +193,6 @@ def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
 
 
 def _ends_its_layer(config: ModelConfig, name: str) -> bool:
-    """Whether a weight is the last of a layer, and begins where a block of 128 does."""
+    """Return True if a weight is the last of a layer, and begins at a block of 128."""
     begin = getattr(config.attention, "q_lora_rank", None) or 0
     return name.endswith("kv_a_proj_with_mqa.weight") and begin % 128 == 0

@@ -1,8 +1,4 @@
-"""Weights of a stage of a pipeline: some layers with all their experts, and what its end needs.
-
-Enters: a checkpoint folder, which layers. Leaves: layers, as they are needed. Does not know: KV,
-passes, why a layer comes or goes.
-"""
+"""Weights of a stage of a pipeline: some layers with all their experts, and those of its end."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from data_plane.model.weights import (
 
 
 class StageWeights:
-    """Layers that are here. Others are read in a thread, while passes run."""
+    """The layers here; others are read in a thread, while passes run."""
 
     def __init__(
         self,
@@ -42,10 +38,10 @@ class StageWeights:
         is_last: bool,
         progress: Progress = say_nothing,
     ) -> None:
-        """Read these layers, and what the first and the last stage have besides.
+        """Read these layers, and the first and last stage's other weights.
 
-        packing, progress and errors: see weights.load_weights. The whole checkpoint is checked,
-        because any layer may come.
+        packing, progress and errors: as of weights.load_weights. The whole checkpoint is checked,
+        since any layer may come.
         """
         self._config, self._dtype, self._packing = config, dtype, packing
         self._experts = range(config.num_experts)
@@ -62,9 +58,9 @@ class StageWeights:
         loader = self._loader(shapes, progress)
         self.rope = RopeTable(config.rope, config.attention.rope_dim)
         self.embedding: Tensor | None = loader.embedding() if is_first or has_mtp else None
-        """[vocabulary, X]; None but at the first stage, and where an MTP layer is."""
+        """[vocabulary, X]; only at the first stage, and beside an MTP layer."""
         self.head: HeadWeights | None = loader.head(self.embedding) if is_last else None
-        """None but at the last stage."""
+        """Only at the last stage."""
         self.mtp: MtpWeights | None = loader.mtp() if has_mtp else None
         self._layers: dict[int, Future[LayerWeights]] = {}
         for layer in layers:
@@ -73,7 +69,7 @@ class StageWeights:
         self._thread = ThreadPoolExecutor(1, "layer weights")
 
     def keep(self, layers: Collection[int]) -> list[LayerWeights]:
-        """Hold these layers: begin to read those that are not here, and return those given up."""
+        """Hold these layers: begin to read missing ones, and return those given up."""
         gone = [self._layers.pop(layer) for layer in list(self._layers) if layer not in layers]
         for layer in layers:
             if layer not in self._layers:
@@ -84,15 +80,15 @@ class StageWeights:
         return [each.result() for each in gone if each.done() and not each.exception()]
 
     def has(self, layer: int) -> bool:
-        """Whether the layer is here."""
+        """Return True if the layer is here."""
         return self._layers[layer].done()
 
     def layer(self, layer: int) -> LayerWeights:
-        """A layer that is here. Raises what ended its reading: OSError or ValueError."""
+        """Return a layer that is here. Raises the error of its reading: OSError or ValueError."""
         return self._layers[layer].result()
 
     def close(self) -> None:
-        """End the thread; a layer that it reads is read to its end."""
+        """End the thread, after the layer that it reads."""
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, layer: int) -> LayerWeights:

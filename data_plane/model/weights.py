@@ -1,7 +1,4 @@
-"""Weights of one instance, prepared for decode: its own experts, and all that is not an expert.
-
-Enters: a checkpoint folder, its ModelConfig, a range of experts. Leaves: tensors, ready for
-layers.py. Does not know: batches, devices.
+"""Weights of one instance for decode: its own experts, and all that is not an expert.
 
 Legend: X hidden, H heads, V value width, I expert width, E local experts.
 """
@@ -41,12 +38,12 @@ class MlpWeights:
     down: LinearLayer
     """From I to X."""
     limit: float = math.inf
-    """Limit of the activation (layers.gated)."""
+    """Limit of the activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """A mixture of experts: the gate of all experts, this instance's experts, the shared expert."""
+    """A MoE layer: the gate of all experts, this instance's experts, the shared expert."""
 
     gate: Tensor
     """[num_experts, X] fp32, packed (linear.Packing)."""
@@ -55,13 +52,13 @@ class MoeWeights:
     slot_E: Tensor
     """[num_experts] int64: the slot of each expert in `mlps`, -1 if it is elsewhere."""
     mlps: list[MlpWeights]
-    """MLPs of the experts that are here, by slot."""
+    """MLPs of the experts here, by slot."""
     shared: MlpWeights | None
-    """MLP of the shared experts; None if the model has none."""
+    """The shared experts together, if any."""
     shared_gate: Tensor | None = None
-    """[1, X], the gate of the shared experts' output; None if they have none."""
+    """[1, X], the gate of the shared experts' output, if any."""
     limit: float = math.inf
-    """Limit of the experts' activations (layers.gated)."""
+    """Limit of the experts' activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class LayerWeights:
     input_norm: Tensor
     post_attention_norm: Tensor
     attention: Any
-    """Weights of the layer's kind of attention (attention_kinds)."""
+    """Of the layer's kind (attention_kinds)."""
     o_proj: LinearLayer
     """From H * V to X."""
     mlp: MlpWeights | None
@@ -79,7 +76,7 @@ class LayerWeights:
 
 
 class LogitsWeights(Protocol):
-    """Weights that make logits of hidden rows: a model's, or HeadWeights."""
+    """Weights from hidden rows to logits: a model's, or HeadWeights."""
 
     @property
     def final_norm(self) -> Tensor:
@@ -91,7 +88,7 @@ class LogitsWeights(Protocol):
 
 
 class HeadWeights(NamedTuple):
-    """What makes logits of hidden rows."""
+    """Weights from hidden rows to logits."""
 
     final_norm: Tensor
     lm_head: LinearLayer
@@ -110,12 +107,12 @@ class ModelWeights:
     """From X to the vocabulary."""
     rope: RopeTable
     mtp: MtpWeights | None = None
-    """What the last of the layers has beside a decoder layer, if it is an MTP layer."""
+    """The additions of the last layer, if it is an MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpWeights:
-    """What an MTP layer has beside a decoder layer."""
+    """An MTP layer's weights beside its decoder layer."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
@@ -125,12 +122,12 @@ class MtpWeights:
 
 
 def expert_range(config: ModelConfig, instance: int, num_instances: int) -> range:
-    """Return the ids of the experts that an instance holds at first; see experts.home_experts."""
+    """Return the ids of an instance's first experts (experts.home_experts)."""
     return home_experts(config.num_experts, instance, num_instances)
 
 
 def slots_of(experts: Sequence[int], num_experts: int) -> Tensor:
-    """Lay these experts out in slots 0, 1, ...: [num_experts] int64, -1 for all others."""
+    """Put these experts into slots 0, 1, ...: [num_experts] int64, -1 for all others."""
     slot_E = torch.full((num_experts,), -1, dtype=torch.int64)
     slot_E[torch.tensor(experts, dtype=torch.int64)] = torch.arange(len(experts))
     return slot_E
@@ -139,10 +136,9 @@ def slots_of(experts: Sequence[int], num_experts: int) -> Tensor:
 def open_tensors(
     path: str | Path, config: ModelConfig, experts: Sequence[int]
 ) -> tuple[SafetensorsReader, dict[str, tuple[int, ...]]]:
-    """Open folder `path`, whose tensors have these names and shapes, as config.json says.
+    """Open folder `path`, whose tensors have the names and shapes of config.json.
 
-    Raises ValueError, naming a field and sizes, before anything is allocated for what is missing or
-    has another shape.
+    Raises ValueError naming a field and sizes, before anything is allocated.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
     for what, number in (("layers", config.num_stored_layers), ("experts", config.num_experts)):
@@ -169,18 +165,18 @@ def open_tensors(
 
 
 def stores_bf16(path: str | Path, config: ModelConfig) -> bool:
-    """Whether the checkpoint in folder `path` has every matrix but those of gates in bf16.
+    """Return True if the checkpoint has every matrix but gates' in bf16.
 
-    Raises ValueError naming the tensors that are missing.
+    Raises ValueError naming missing tensors.
     """
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     return all(reader.is_bf16(name) for name, shape in shapes.items() if is_packed(name, shape))
 
 
 def stores_fp8_experts(path: str | Path, config: ModelConfig) -> bool:
-    """Whether the checkpoint in folder `path` has every matrix of its experts in FP8.
+    """Return True if the checkpoint has every matrix of its experts in FP8.
 
-    Raises ValueError naming the tensors that are missing.
+    Raises ValueError naming missing tensors.
     """
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     others = stored_shapes(config, range(0))
@@ -188,11 +184,11 @@ def stores_fp8_experts(path: str | Path, config: ModelConfig) -> bool:
 
 
 Progress = Callable[[int, int], None]
-"""Called after every tensor that was read, with (elements done, elements in all)."""
+"""Called after every tensor with (elements done, elements in all)."""
 
 
 def say_nothing(done: int, total: int) -> None:
-    """Do nothing: the Progress where none is asked for."""
+    """Do nothing: the default Progress."""
 
 
 def load_weights(
@@ -205,11 +201,10 @@ def load_weights(
 ) -> ModelWeights:
     """Read a checkpoint's weights and prepare them.
 
-    path: the folder. dtype: of all weights but a gate's, which are fp32, and FP8 layers and bf16
-    matrices that `packing` keeps. packing: by default torch's, for the CPU. It never holds more
-    than the result and one tensor as stored (at most a layer's fused projection). Raises ValueError
-    naming the tensors that are missing, before any is read, or the file and tensor that is
-    truncated or has another shape.
+    dtype: of all weights but gates, which are fp32, and of FP8 or bf16 matrices that `packing`
+    keeps. packing: by default torch's, for the CPU. It holds at most the result and one tensor as
+    stored (or a layer's fused projection). Raises ValueError naming missing tensors, before any is
+    read, or the file and tensor that is truncated or has another shape.
     """
     reader, shapes = open_tensors(path, config, experts)
     return WeightLoader(
@@ -226,11 +221,10 @@ def load_experts(
     packing: Packing | None = None,
     put: Callable[[int, int, MlpWeights], None] | None = None,
 ) -> int:
-    """Let `weights` hold these experts (slot -> expert) and no others, in every layer.
+    """Let `weights` hold exactly these experts (slot -> expert), in every layer.
 
-    Only experts that are not in their slot already are read; returns how many that are in a layer.
-    put: takes an expert for (layer, slot), if it does not belong into `mlps`. Other arguments and
-    errors: see load_weights.
+    Only new ones are read; returns their number in a layer. put: takes an expert for (layer, slot)
+    in place of `mlps`. Other arguments and errors: load_weights.
     """
     layers = [(index, layer.moe) for index, layer in enumerate(weights.layers) if layer.moe]
     if not layers:
@@ -270,7 +264,7 @@ class WeightLoader:
         progress: Progress,
         packing: Packing,
     ) -> None:
-        """Set what is read; see `load_weights`. shapes: of all tensors that will be."""
+        """shapes: of all tensors to read. Other arguments: load_weights."""
         self._reader = reader
         self._config = config
         self._dtype = dtype
@@ -279,12 +273,11 @@ class WeightLoader:
         self._shapes = shapes
         self._progress = progress
         self.packing = packing
-        """How weights are laid out; see attention_kinds.kind.WeightSource."""
         self._total = sum(math.prod(shape) for shape in shapes.values())
         self._done = 0
 
     def model(self) -> ModelWeights:
-        """All of an instance's weights."""
+        """Return all weights of an instance."""
         config = self._config
         embedding = self.embedding()
         return ModelWeights(
@@ -296,7 +289,7 @@ class WeightLoader:
         )
 
     def mtp(self) -> MtpWeights:
-        """What the MTP layer has beside a decoder layer."""
+        """Return the MTP layer's additions."""
         names = iter(mtp_shapes(self._config))
         return MtpWeights(
             self.tensor(next(names)),
@@ -306,11 +299,11 @@ class WeightLoader:
         )
 
     def embedding(self) -> Tensor:
-        """[vocabulary, X]."""
+        """Return [vocabulary, X]."""
         return self.tensor(f"{self._config.names.embedding}.weight", self._matrix_dtype)
 
     def head(self, embedding: Tensor | None) -> HeadWeights:
-        """What makes logits. embedding: if it has been read."""
+        """Return the head. embedding: if it has been read."""
         final_norm = self.tensor("model.norm.weight")
         if not self._config.tied_embeddings:
             return HeadWeights(final_norm, self._plain_linear("lm_head.weight"))
@@ -319,7 +312,7 @@ class WeightLoader:
         return HeadWeights(final_norm, self.packing.linear(embedding))
 
     def layer(self, index: int, experts: Sequence[int] | None = None) -> LayerWeights:
-        """One decoder layer, with these experts; None: with those of the instance."""
+        """Return one decoder layer, with these experts; None: with the instance's."""
         experts = self._experts if experts is None else experts
         config, prefix = self._config, f"model.layers.{index}."
         is_dense, names = index < config.num_dense_layers, config.names
@@ -355,7 +348,7 @@ class WeightLoader:
         )
 
     def expert(self, layer: int, expert: int) -> MlpWeights:
-        """One expert of a layer."""
+        """Return one expert of a layer."""
         prefix = f"model.layers.{layer}.{self._config.names.mixture}experts.{expert}."
         (mlp,) = self._expert_mlps([prefix])
         return mlp
@@ -396,7 +389,7 @@ class WeightLoader:
         return self.packing.linear(weight)
 
     def _fp8_linear(self, *names: str) -> LinearLayer:
-        """Make one FP8 layer of these weights, one under the other; rows end where blocks do."""
+        """Make one FP8 layer of weights, one under the other; their rows end at a block's end."""
         assert self._config.fp8_block is not None
         shapes = [self._shapes[name] for name in names]
         rows, width = sum(rows for rows, _ in shapes), shapes[0][1]
@@ -412,13 +405,13 @@ class WeightLoader:
         return Fp8Linear(Fp8Weight(values, scale, self._config.fp8_block))
 
     def staged(self, name: str) -> Tensor:
-        """Read a matrix that will be laid out anew, into memory that is given back after that."""
+        """Read a matrix to be laid out anew, into memory that is given back."""
         tensor = staging_tensor(self._shapes[name], self._matrix_dtype)
         self._read_into(name, tensor)
         return tensor
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a tensor that is kept as it is, in the dtype of the rows unless one is given."""
+        """Read a tensor as it is, by default in the rows' dtype."""
         if (
             self._config.has_offset_norms
             and name.endswith("norm.weight")

@@ -16,7 +16,7 @@ from nanocp.values.experts import ExpertTable
 
 
 class MoeSchedule(IntEnum):
-    """The order of a CPU's work in a MoE layer: Schedule of native/peers.h. Outputs are the same."""
+    """The order of a CPU's work in a MoE layer (Schedule of native/peers.h); outputs are equal."""
 
     BARRIER = 0
     """The shared expert first; all experts once the rows of all instances are here."""

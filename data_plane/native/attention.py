@@ -1,7 +1,6 @@
 """Paged attention in compiled code.
 
-Enters: queries, the frames of a layer, page tables. Leaves: partial outputs and LSE. Does not know:
-requests, layers. The slow reference is attention/torch_paged.py; legends are those of attention/.
+The slow reference, with the legend, is attention/torch_paged.py.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from torch import Tensor
 
 
 class NativeAttention:
-    """Attention that follows the page table instead of gathering; see attention.paged.Attention.
+    """Attention that follows the page table instead of gathering; an attention.paged.Attention.
 
     The widths of queries and of values must be multiples of 32.
     """
 
     def __init__(self, call: Any, out_width: int, num_groups: int = 1, value_at: int = 0) -> None:
-        """Choose how a token's KV is read.
+        """call: NativeKernels.attention_call. out_width: of a head's values.
 
-        call: NativeKernels.attention_call. out_width: of a head's values. num_groups: K/V heads,
-        each read by as many heads; latent KV is one that all heads read. value_at: where the values
-        of the first group begin.
+        num_groups: K/V heads; latent KV is one for all heads. value_at: offset of the first group's
+        values.
         """
         self._call, self._out_width = call, out_width
         self._num_groups, self._value_at = num_groups, value_at
@@ -31,14 +29,14 @@ class NativeAttention:
     def plan(
         self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """The page tables and lengths of a step, contiguous; see attention.paged.Attention."""
+        """Return a step's page tables and lengths, contiguous."""
         return frame_AP.contiguous(), length_A.contiguous()
 
     def run(
         self, q_AHD: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float,
         needs_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(partial output [A, H, O], LSE [A, H]) of the rows; see attention.paged.Attention."""
+        """Return (partial output [A, H, O], LSE [A, H]) of the rows."""
         frame_AP, length_A = plan
         q_AHD, (rows, heads, width) = q_AHD.contiguous(), q_AHD.shape
         out, lse = q_AHD.new_empty(rows, heads, self._out_width), torch.empty(rows, heads)

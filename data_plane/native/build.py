@@ -1,8 +1,4 @@
-"""The compiled libraries: built once for each machine by its C++ compiler, cached, loaded.
-
-Enters: the sources in this folder, the CPU's flags, a compiler. Leaves: a library, or the reason
-why there is none. Does not know: what the kernels compute, what the others do.
-"""
+"""The compiled libraries: built once for each machine by its C++ compiler, cached, loaded."""
 
 from __future__ import annotations
 
@@ -48,10 +44,10 @@ _COMPILE_LIMIT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class _InstructionSet:
-    """What the kernels are compiled for: flags of /proc/cpuinfo, and of the compiler."""
+    """Flags of /proc/cpuinfo that kernels need, and of their compiler."""
 
     fp32: tuple[str, ...] | None
-    """CPU flags that the fp32 kernels need; None if another set is as good."""
+    """CPU flags of the fp32 kernels; None if another set is as good."""
     bf16: tuple[str, ...]
     compiler: tuple[str, ...]
 
@@ -76,9 +72,9 @@ class NativeUnavailable(Exception):
 
 
 def native_library(is_bf16: bool, wanted: str = "") -> tuple[ctypes.CDLL, str]:
-    """The loaded kernels, built if this is their first use here, and their instruction set.
+    """Return the loaded kernels, built at first use, and their instruction set.
 
-    wanted: amx, avx512 or avx2; if empty, the fastest that the CPU has. Raises NativeUnavailable.
+    wanted: amx, avx512 or avx2; if empty, the fastest of the CPU. Raises NativeUnavailable.
     """
     obstacles = []
     for name in [wanted] if wanted else _SETS:
@@ -97,7 +93,7 @@ def native_library(is_bf16: bool, wanted: str = "") -> tuple[ctypes.CDLL, str]:
 
 
 def puts_library() -> ctypes.CDLL:
-    """What puts through the exchange, loaded, built if this is its first use here.
+    """Return the library of puts through the exchange, built at first use.
 
     Raises NativeUnavailable.
     """
@@ -105,7 +101,7 @@ def puts_library() -> ctypes.CDLL:
 
 
 def receiver_library() -> ctypes.CDLL:
-    """What receives puts by TCP, loaded, built if this is its first use here.
+    """Return the library that receives puts by TCP, built at first use.
 
     Raises NativeUnavailable.
     """
@@ -122,7 +118,7 @@ def _cpu_flags() -> frozenset[str]:
 
 @functools.cache
 def _load(sources: tuple[str, ...], instructions: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of these sources, of which the last one is compiled."""
+    """Return the library of these sources, of which the last is compiled."""
     flags = (*_COMPILE, *instructions)
     digest = blake2b(" ".join(flags).encode(), digest_size=8)
     for name in sources:

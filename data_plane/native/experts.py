@@ -175,7 +175,7 @@ class NativeExpertKernels:
         counts: Sequence[int],
         regions: Sequence[Region | None],
     ) -> Tensor:
-        """Add the experts' sums to each row, as moe.rows.combine_sums does; bf16 is rounded once."""
+        """Add the experts' sums to each row, as rows.combine_sums does; bf16 is rounded once."""
         (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
         x_BX = x_BX.contiguous()
         out_BX = torch.empty_like(x_BX)

@@ -170,7 +170,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         return out
 
     def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
-        """Score hidden rows: [B, vocabulary] fp32; logits of a bf16 model are not rounded to bf16."""
+        """Score hidden rows: [B, vocabulary] fp32; a bf16 model's are not rounded to bf16."""
         x_BX, (rows, size) = x_BX.contiguous(), x_BX.shape
         out = torch.empty(rows, config.vocab_size)
         self._calls.logits(

@@ -158,7 +158,7 @@ class NativeMixtures:
         self._peers = tuple(self._addresses(parity) for parity in (0, 1))
 
     def _addresses(self, parity: int) -> Any:
-        """Return struct Peer of mixture.h for every instance; nulls for this one and absent ones."""
+        """Return struct Peer of every instance (mixture.h); nulls for this and absent ones."""
         exchange, addresses = self._exchange, list[int | None]()
         for peer in range(self._num_instances):
             if peer not in self._present:

@@ -1,8 +1,4 @@
-"""Start-up of the prefill: from a checkpoint folder to a stage that makes pages, or to a probe.
-
-Enters: Config, checkpoint folder. Leaves: a stage with all layers or some of them, or a KvProbe for
-engines that make the pages. Does not know: what starts it, gRPC, Ray.
-"""
+"""Start-up of the prefill: from a checkpoint folder to a stage that makes pages, or to a probe."""
 
 from __future__ import annotations
 
@@ -46,9 +42,9 @@ class PrefillStage(NamedTuple):
     """Bytes of a page of KV before those of the stage's layers."""
 
     def part(self, ticket: int, page: int) -> tuple[int, np.ndarray]:
-        """What the stage has of a page that it has computed: bytes before it, and its bytes.
+        """Return the stage's part of a computed page: the bytes before it, and its bytes.
 
-        A page of a state is that of all tokens so far.
+        A page of a recurrent state is that of all tokens so far.
         """
         if page >= CARRY_PAGE:
             return self.stage.model.carry_part(ticket, page - CARRY_PAGE)
@@ -64,9 +60,8 @@ def build_prefill_stage(
 ) -> PrefillStage:
     """Load the layers of one of `prefill.stages`, every expert included; none of them samples.
 
-    segments: those of the stages, apart from the instances'. progress: see model.weights.Progress.
-    Raises ValueError naming what is wrong with the checkpoint, or that the whole model does not fit
-    this machine's free memory.
+    segments: of the stages, apart from the instances'. Raises ValueError naming the checkpoint's
+    fault, or that the model exceeds this machine's free memory.
     """
     model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
@@ -84,10 +79,10 @@ def build_prefill_stage(
 
 
 def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> KvProbe:
-    """Compute what engines are probed with; a MemberSpec names this factory.
+    """Compute the probe of engines; a MemberSpec names this factory.
 
-    It loads the first layers, up to attention of the first one that has experts, and keeps only
-    their KV. Raises ValueError naming what is wrong with the checkpoint.
+    It loads the first layers, up to attention of the first MoE layer, and keeps only their KV.
+    Raises ValueError naming the checkpoint's fault.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     model, dtype = model_of(config, checkpoint), torch_dtype(config.data_plane)

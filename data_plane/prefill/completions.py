@@ -1,8 +1,4 @@
-"""One prompt computed by a vLLM server: a POST to /v1/completions that can be cancelled.
-
-Enters: an address, a prompt's token ids, a ticket. Leaves: an EngineAnswer. Does not know: pages,
-other engines, deadlines.
-"""
+"""One prompt computed by a vLLM server: a POST to /v1/completions that can be cancelled."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ _MAX_MESSAGE_CHARACTERS = 300
 
 
 class EngineOutcome(Enum):
-    """How a prompt ended at an engine."""
+    """The end of a prompt at an engine."""
 
     SENT = "its pages are on their way"
     BUSY = "the engine takes no more now"
@@ -33,7 +29,7 @@ class EngineOutcome(Enum):
 
 
 class EngineAnswer(NamedTuple):
-    """An outcome, and what the engine said."""
+    """An outcome and its reason."""
 
     outcome: EngineOutcome
     message: str = ""
@@ -46,7 +42,7 @@ _REFUSALS = {
     "restarted": EngineOutcome.RESTARTED,
     "refused": EngineOutcome.MISMATCH,
 }
-"""The kinds of connectors.ticket.refused."""
+"""Outcomes of connectors.ticket.refused's kinds."""
 
 
 class EngineCompletion:
@@ -55,7 +51,7 @@ class EngineCompletion:
     def __init__(
         self, url: str, token_ids: Sequence[int], ticket: EngineTicket, *, api_key: str = ""
     ) -> None:
-        """api_key: what the engine was started with as --api-key; empty: without one."""
+        """api_key: the engine's --api-key, if any."""
         self._url = urlsplit(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -95,7 +91,7 @@ class EngineCompletion:
             connection.close()
 
     def cancel(self) -> None:
-        """End the connection: the engine then aborts the prompt. Idempotent."""
+        """End the connection, so the engine aborts the prompt. Idempotent."""
         with self._lock:
             self._is_cancelled = True
             if self._connection is not None and self._connection.sock is not None:

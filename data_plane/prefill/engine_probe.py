@@ -1,10 +1,7 @@
-"""Tickets for engines, and the probe: the member's own rings, which an engine writes like others'.
+"""Tickets for engines, and their probe by rings of this member.
 
-Enters: what a transfer wants, an engine's address. Leaves: an EngineTicket; how a probe ended. Does
-not know: which engine is asked when, what the pages should be (prefill/probe.py).
-
-For the engines, the member is one more instance after the last. So a probe takes the way of every
-page: the same request, the same kind of ring, shared memory or TCP.
+For engines the member is one more instance after the last, so a probe's pages go the way of all
+pages, by shared memory or TCP.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _RING_PAGES = 2
 
 
 class EngineProbe:
-    """Probes engines, each in a thread of the caller, at most one probe of an engine at a time."""
+    """Probes engines, each in a thread of the caller, at most once at a time."""
 
     def __init__(
         self,
@@ -43,10 +40,9 @@ class EngineProbe:
         probe: Probe,
         segments: Segments,
     ) -> None:
-        """Make a ring for each engine. Raises what PageRing.create raises.
+        """Make a ring for each engine. Raises as PageRing.create does.
 
-        own: the member's number among the instances, for engines: behind the last.
-        segments: its own, of a term that does not change.
+        segments: the member's own, of a term that does not change.
         """
         self._prefill, self._data_plane, self._limits = prefill, data_plane, limits
         self._probe = probe
@@ -61,7 +57,7 @@ class EngineProbe:
         self._peers: Sequence[Peer] = ()
 
     def join(self, term: int, peers: Sequence[Peer]) -> None:
-        """Take the term of the instances' rings, and where the instances are."""
+        """Take the term of the instances' rings, and the instances' places."""
         self._term, self._peers = term, peers
 
     def ticket(
@@ -72,10 +68,10 @@ class EngineProbe:
         num_tokens: int,
         targets: tuple[tuple[int, int, int], ...],
     ) -> EngineTicket:
-        """What the engine needs to know to write these runs of pages (first page, count, instance).
+        """Return the ticket to write these runs of pages (first page, count, instance).
 
-        writer: the engine's number. process: the process that passed its latest probe; empty: this
-        is a probe.
+        writer: the engine's number. process: the one that passed its latest probe; empty in a
+        probe.
         """
         segments, data_plane = self._segments, self._data_plane
         backend = data_plane.page_backend
@@ -100,7 +96,7 @@ class EngineProbe:
         )
 
     def run(self, writer: int, url: str, limit_ms: float) -> EngineAnswer:
-        """Ask the engine for the probe's prompt, and judge its pages. Blocks.
+        """Send the probe's prompt to the engine, and judge its pages. Blocks.
 
         limit_ms: longest time until it answers.
         """

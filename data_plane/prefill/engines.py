@@ -1,11 +1,7 @@
-"""The engines that compute prompts: which are up, which is asked next, what each has done.
+"""The engines that compute prompts: their states, and the choice of the next.
 
-Enters: how prompts and probes ended, the time. Leaves: the engine to ask, the engines to probe.
-Does not know: HTTP, tickets, pages.
-
-An engine is asked once it has passed a probe. One that fails rests, longer each time, and must pass
-again. One that is up is probed again every hour, while it goes on: its weights may have been
-exchanged.
+An engine is used once it has passed a probe. One that fails rests, longer each time, and must pass
+again. One that is up is probed every hour too: its weights may have been exchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +15,11 @@ _LONGEST_REST_S = 30.0
 _PROBE_EVERY_S = 3600.0
 _POSTPONED_S = 60.0
 _BUSY_S = 0.2
-"""Pause before an engine that said it was busy is asked again."""
+"""Pause after an engine's answer that it is busy."""
 
 
 class EngineState(Enum):
-    """What an engine is doing, for the pool."""
+    """The state of an engine in the pool."""
 
     UP = "up"
     PROBED = "is being probed"
@@ -32,18 +28,18 @@ class EngineState(Enum):
 
 @dataclass(slots=True)
 class Engine:
-    """One engine, and what it has done since the start."""
+    """One engine, and its record since the start."""
 
     index: int
-    """The engine's number, which is also that of the rings that it writes."""
+    """The engine's number, also that of its rings."""
     url: str
     process: str = ""
-    """The engine's process, as the answer to the latest probe named it."""
+    """The engine's process, from the answer to the latest probe."""
     state: EngineState = EngineState.RESTING
     problem: str = "it has not answered yet"
-    """Why it is not up."""
+    """The reason why it is not up."""
     probe_at: float = 0.0
-    """When it is to be probed: it has rested, or its latest probe was an hour ago."""
+    """The time of its next probe."""
     is_being_probed: bool = False
     num_failures_in_a_row: int = 0
     busy_until: float = 0.0
@@ -90,15 +86,15 @@ class EnginePool:
         return chosen
 
     def release(self, engine: Engine, num_tokens: int) -> None:
-        """A prompt has left the engine."""
+        """Note that a prompt has left the engine."""
         engine.tokens_in_flight -= num_tokens
 
     def busy(self, engine: Engine, now: float) -> None:
-        """The engine took a prompt back; it is well."""
+        """Note that the engine, which is well, gave a prompt back."""
         engine.busy_until = now + _BUSY_S
 
     def failed(self, engine: Engine, problem: str, now: float) -> bool:
-        """The engine failed at a prompt or a probe, and rests. False: it was resting already."""
+        """Let an engine rest that failed at a prompt or a probe. False: it was resting already."""
         if engine.state == EngineState.RESTING:
             return False
         rest_s = min(_FIRST_REST_S * 2**engine.num_failures_in_a_row, _LONGEST_REST_S)
@@ -109,12 +105,12 @@ class EnginePool:
         return True
 
     def restarted(self, engine: Engine, now: float) -> None:
-        """The engine is another process than the one that was probed: it must pass again."""
+        """Require a probe: the engine is another process than the probed one."""
         if self.failed(engine, "it was restarted", now):
             engine.probe_at = now
 
     def due(self, now: float) -> list[Engine]:
-        """Take the engines that must be probed now; each probe ends with `passed` or `unpassed`."""
+        """Take the engines to probe now; each probe ends with `passed` or `unpassed`."""
         due = [e for e in self.engines if not e.is_being_probed and e.probe_at <= now]
         for engine in due:
             engine.is_being_probed = True
@@ -123,14 +119,14 @@ class EnginePool:
         return due
 
     def passed(self, engine: Engine, process: str, now: float) -> None:
-        """The engine has passed a probe; process: see Engine."""
+        """Note that the engine has passed a probe, as this process."""
         engine.process, engine.is_being_probed = process, False
         engine.state, engine.problem, engine.num_failures_in_a_row = EngineState.UP, "", 0
         engine.probe_at = now + _PROBE_EVERY_S
         self._none_up_since = None
 
     def unpassed(self, engine: Engine, problem: str, now: float, *, is_busy: bool) -> None:
-        """A probe ended otherwise. is_busy: the engine had no time, so one that is up stays up."""
+        """Note a failed probe. is_busy: the engine had no time, so one that is up stays up."""
         engine.is_being_probed = False
         if is_busy and engine.state == EngineState.UP:
             engine.probe_at = now + _POSTPONED_S
@@ -139,20 +135,20 @@ class EnginePool:
 
     @property
     def is_any_up(self) -> bool:
-        """Whether an engine is up."""
+        """True if an engine is up."""
         return any(engine.state == EngineState.UP for engine in self.engines)
 
     @property
     def none_up_since(self) -> float | None:
-        """Since when no engine is up; None if one is."""
+        """The time since which no engine is up; None if one is."""
         return self._none_up_since
 
     def next_change(self, now: float) -> float:
-        """When an engine must be probed, or is no longer busy: the next time to look again."""
+        """Return the time of the next probe, or of the end of an engine's pause."""
         times = [e.probe_at for e in self.engines if not e.is_being_probed]
         times += [e.busy_until for e in self.engines if e.busy_until > now]
         return min(times, default=float("inf"))
 
     def problems(self) -> str:
-        """Why each engine that is not up is not, for a client."""
+        """Return for a client why each engine is down."""
         return "; ".join(f"{e.url}: {e.problem}" for e in self.engines if e.problem)

@@ -1,13 +1,8 @@
 """The prefill without a model: engines compute the prompts, and write the pages themselves.
 
-Enters: prefill requests, cancellations and arrivals from the controller. Leaves: prompts to
-engines; to the controller, tickets that are given up and what the engines do. Does not know: KV,
-which a probe judges; frames.
-
-An engine's answer says that a prompt is computed, not that its pages have arrived: only their
-receivers know that. So an attempt ends when the controller reports the arrival, or at its deadline.
-The next attempt has the same ticket: a page under a ticket is the KV of the same tokens whoever
-wrote it, and a receiver takes each page once.
+An engine's answer means a computed prompt, not arrived pages. So an attempt ends when the
+controller reports the arrival, or at its deadline. The next attempt has the same ticket: its pages
+hold the KV of the same tokens whoever wrote it, and a receiver takes each page once.
 """
 
 from __future__ import annotations
@@ -45,25 +40,25 @@ from nanocp.values.plan import Transfer, TransferFailed
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_PROMPTS = 4096
-"""Prompts that may wait for an engine; more are given up at once."""
+"""Most prompts that wait for an engine; more are given up at once."""
 NO_ENGINE_S = 10.0
 """A prompt is given up if no engine has been up for this long."""
 _REPORT_S = 0.5
 _SAY_S = 10.0
-"""Until all engines have been probed and one is up, what is awaited is said as often as this."""
+"""Interval of messages about the start, until all engines have been probed and one is up."""
 _START_SHARE = 0.75
-"""The part of start_timeout_ms after which this member says why it is not ready."""
+"""Share of start_timeout_ms after which this member reports why it is not ready."""
 
 
 class _Answered(NamedTuple):
-    """An attempt's engine has answered."""
+    """An engine's answer to an attempt."""
 
     attempt: _Attempt
     answer: EngineAnswer
 
 
 class _Probed(NamedTuple):
-    """An engine was probed."""
+    """The end of a probe."""
 
     engine: Engine
     answer: EngineAnswer
@@ -75,7 +70,7 @@ class _Prompt:
     token_ids: Sequence[int]
     since: float
     problems: list[str] = field(default_factory=list)
-    """What failed in each attempt."""
+    """The failure of each attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +104,7 @@ def run_external_prefill(spec: MemberSpec) -> None:
 
 
 class ExternalLoop:
-    """Asks engines for prompts, several at a time, from one thread."""
+    """Sends prompts to engines, several at a time, from one thread."""
 
     def __init__(
         self,
@@ -129,15 +124,15 @@ class ExternalLoop:
         self._pool = EnginePool(prefill.engines, prefill.max_tokens_in_flight)
         self._waiting: deque[_Prompt] = deque()
         self._answers: SimpleQueue[_Answered | _Probed] = SimpleQueue()
-        """What engines answered. It outlives the inbox, which is that of one controller."""
+        """Answers of engines, which outlive a controller and its inbox."""
         self._attempts: dict[int, _Attempt] = {}
-        """By ticket."""
+        """Attempts by ticket."""
         self._unprobed = {engine.index for engine in self._pool.engines}
-        """Engines whose first probe has not ended."""
+        """Engines before the end of their first probe."""
         self._term = 0
         """The present term; 0 before the first."""
         self._is_ready = False
-        """Whether every engine has been probed and one is up; once it is, it stays so."""
+        """True once every engine has been probed and one is up."""
         self._reported: EnginesNow | None = None
         self._report_at = 0.0
 
@@ -166,7 +161,7 @@ class ExternalLoop:
             attempt.completion.cancel()
 
     def _idle_s(self, now: float) -> float | None:
-        """How long nothing has to be done; None: until a message comes."""
+        """Return the time until something is due; None: wait for a message."""
         times = [self._pool.next_change(now), *(a.deadline for a in self._attempts.values())]
         if not self._is_ready:
             times += [self._start_deadline, self._say_at]
@@ -343,7 +338,7 @@ class ExternalLoop:
         )
 
     def _end(self, attempt: _Attempt) -> Engine:
-        """Forget the attempt and end its connection; returns the engine that was asked."""
+        """Forget the attempt and end its connection; returns its engine."""
         del self._attempts[attempt.prompt.transfer.ticket]
         attempt.completion.cancel()
         self._pool.release(attempt.engine, attempt.prompt.transfer.num_tokens)
@@ -388,7 +383,7 @@ class ExternalLoop:
                 self._send_ready()
 
     def _distrust(self, engine: Engine, problem: str) -> None:
-        """Give up the prompts that the engine was asked for: some of their pages may be wrong."""
+        """Give up the engine's prompts: some of their pages may be wrong."""
         for attempt in [a for a in self._attempts.values() if a.engine is engine]:
             self._end(attempt).num_failed += 1
             ticket = attempt.prompt.transfer.ticket
@@ -411,7 +406,7 @@ class ExternalLoop:
     # --- reports
 
     def _report(self, now: float) -> None:
-        """Report the engines' state if it has changed, at most twice a second."""
+        """Report a change of the engines' state, at most twice a second."""
         state = _state_of(self._pool.engines)
         if self._is_serving and state != self._reported and now >= self._report_at:
             self._link.send(state, self._term)

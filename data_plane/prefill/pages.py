@@ -1,10 +1,7 @@
-"""What a prompt leaves in frames: what engines are probed with, and pages as bytes.
+"""The results of a prompt: KV for probes of engines, and pages as bytes.
 
-Enters: weights and token ids, or KV. Leaves: KV, a state, or bytes. Does not know: frames, rings,
-tickets. Stages compute prompts (step/stage.py).
-
-Legend: T tokens, L layers, H heads, E width of a head's keys, V a head's values, C what the wire
-carries of a query, X hidden, W width of KV, S = 64.
+Stages compute prompts (step/stage.py). Legend: T tokens, L layers, H heads, E width of a head's
+keys, V a head's values, C width of `wire_q`, X hidden, W width of KV, S = 64.
 """
 
 from __future__ import annotations
@@ -54,13 +51,13 @@ def kv_before_experts(
 def begin_state(
     states: CarryPool, weights: ModelWeights, config: ModelConfig, token_ids: Sequence[int]
 ) -> None:
-    """Compute a prompt's state in the first layer, into frame 0; that layer must be linear."""
+    """Compute a prompt's recurrent state in the first layer, which is linear, into frame 0."""
     own, x_TX = weights.layers[0], weights.embedding[torch.tensor(token_ids)]
     states.extend(0, 0, 0, rms_norm(x_TX, own.input_norm, config.norm_eps), own.attention)
 
 
 def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:
-    """The bytes of a page, or of some layers of it, as instances keep them: uint8.
+    """Return a page, or some layers of it, as instances keep it: uint8.
 
     fp8_rank: the model's kv_lora_rank if they keep KV in FP8, else None.
     """

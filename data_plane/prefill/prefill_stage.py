@@ -1,9 +1,7 @@
 """A stage of the prefill: `python -m data_plane.prefill.prefill_stage`, or a thread of the prefill.
 
-Enters: a StageSpec, then passes, prompts and terms, from the prefill. Leaves: KV of its layers,
-page by page into the instances' rings; to front ends, log probabilities of prompts; reports to the
-prefill. Does not know: the controller, who plans passes, what a layer computes. As a process it
-ends when the pipe to the prefill does.
+It sends KV of its layers, page by page, into the instances' rings, and log probabilities of prompts
+to front ends. As a process it ends when the pipe to the prefill does.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from nanocp.values.plan import PAGE_SIZE, Transfer
 logger = logging.getLogger(__name__)
 
 _WAIT_MS = 2.0
-"""Longest single wait for hidden rows: messages are looked for in between."""
+"""Longest single wait for hidden rows, between looks for messages."""
 
 
 class PrefillEnds(Exception):
@@ -57,23 +55,23 @@ class StageEnd(NamedTuple):
     """A stage's end of its connection to the prefill."""
 
     recv: Callable[[], Any]
-    """Wait for the next message; None is the last one. Raises EOFError if the prefill is gone."""
+    """Wait for the next message; None is the last. Raises EOFError if the prefill is gone."""
     send: Callable[[Any], None]
 
 
 class PagesOfStage(Protocol):
-    """A stage, and the pages that it computes."""
+    """A stage, and its computed pages."""
 
     @property
     def stage(self) -> StageEdge[Any]:
-        """What runs passes."""
+        """The runner of passes."""
 
     def part(self, ticket: int, page: int) -> tuple[int, Any]:
-        """What the stage has of a page that it has computed: bytes before it, and its bytes."""
+        """Return the stage's part of a computed page: the bytes before it, and its bytes."""
 
 
 class PrefillStageLoop:
-    """Drives one stage, in one thread. It takes messages between passes and while it waits."""
+    """Drives one stage, in one thread. It takes messages between passes and in waits."""
 
     def __init__(
         self,
@@ -92,19 +90,20 @@ class PrefillStageLoop:
         self._num_instances = spec.member.config.cluster.num_instances
         self._ring = prefill_ring(spec.stage)
         self._is_alone = spec.member.config.prefill.stages == 1
-        """Then a pass that fails costs its prompts, and else the prefill: others wait for it."""
+        """If so, a failed pass costs its prompts; else the whole prefill, since others wait for it.
+        """
         self._inbox: Queue[Any] = Queue()
         self._writers: dict[int, PageRingWriter] = {}
-        """By instance: the rings of the present term."""
+        """The present term's rings by instance."""
         self._next_term: JoinTerm | None = None
         self._plans: deque[PassPlan] = deque()
         self._tickets: dict[int, tuple[Transfer, dict[int, int]]] = {}
-        """Ticket -> (transfer, {page: instance}), of pages that this stage has yet to send."""
+        """Ticket -> (transfer, {page: instance}) of pages to be sent."""
         self._failed: set[int] = set()
-        """Tickets of passes that failed; later passes hold more of them until their table ends."""
+        """Tickets of failed passes; later passes hold more of them until their table ends."""
 
     def run(self) -> None:
-        """Work until the prefill lets it end, which raises PrefillEnds."""
+        """Work until the prefill ends it, which raises PrefillEnds."""
         threading.Thread(target=self._read, name="from the prefill", daemon=True).start()
         while True:
             if self._next_term is not None:
@@ -117,12 +116,12 @@ class PrefillStageLoop:
                 self._take(self._inbox.get())
 
     def close(self) -> None:
-        """Give up the rings; pages that were written stay in them. Idempotent."""
+        """Close the rings; written pages stay in them. Idempotent."""
         while self._writers:
             self._writers.popitem()[1].close()
 
     def _read(self) -> None:
-        """Take messages from the pipe, and end the term at once for a thread that waits in it."""
+        """Take messages from the pipe, and end the term at once for a waiting thread."""
         with contextlib.suppress(EOFError, OSError):
             while (message := self._pipe.recv()) is not None:
                 if isinstance(message, JoinTerm):
@@ -163,7 +162,7 @@ class PrefillStageLoop:
         self._pipe.send(StageRan(plan.number, has_failed))
 
     def _send_pages(self, span: Span) -> None:
-        """Send what the span has finished; a full ring keeps the pipeline waiting."""
+        """Send the span's finished pages; a full ring blocks the pipeline."""
         ticket = span.request_id
         if ticket not in self._tickets:
             return
@@ -263,7 +262,7 @@ class PrefillStageLoop:
 
 
 def serve_stage(end: StageEnd, spec: StageSpec) -> bool:
-    """Make the stage that the member's factory names, and run it until the prefill lets it end.
+    """Make the stage of the member's factory, and run it until the prefill ends it.
 
     Returns False after a failure, which it reports.
     """

@@ -1,11 +1,7 @@
 """The probe: a fixed prompt whose first layers of KV are known, so that other KV never serves.
 
-Enters: pages as an engine wrote them. Leaves: the sentence that says what is wrong. Does not know:
-how the expected KV was computed, rings, engines.
-
-A fingerprint compares shapes. The probe compares numbers: it sees another layout of the rotated
-key, another rope, other positions, and other weights in the layers before the first experts. Wrong
-experts it cannot see.
+It compares numbers, where a fingerprint compares shapes: it sees another layout of the rotated key,
+another rope, other positions, and other weights before the first experts, but not wrong experts.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from data_plane.kv.carry_pool import CarryPool
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 NUM_TOKENS = PAGE_SIZE + 1
-"""A full page, and one that is not: both ways in which pages are cut."""
+"""A full page and a partial one: both ways of cutting pages."""
 _MAX_ERROR = 1e-4
 _MAX_MEAN_ERROR = 0.05
 _LARGE = 8.0
@@ -30,33 +26,33 @@ _LARGE = 8.0
 _MAX_ROW_ERROR = 2**-6
 """Two units in the last place of bfloat16, for the largest value of a row."""
 _STATE_SHARES = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
-"""Largest error of a state, as a share of its size: it sums over tokens."""
+"""Largest error of a recurrent state, as a share of its size: it sums over tokens."""
 
 
 class Probe(Protocol):
-    """What an engine is asked, and how its pages are judged."""
+    """A prompt for engines, and the judge of its pages."""
 
     fingerprint: Mapping[str, str]
-    """What must be equal at both ends for pages to fit (connector/fingerprint.py)."""
+    """Equal at both ends if pages fit (connector/fingerprint.py)."""
     token_ids: tuple[int, ...]
-    """The prompt; its KV is wanted at every position."""
+    """The prompt; every position's KV is checked."""
     num_layers: int
     """Layers of a page."""
     page_bytes: int
     num_state_pages: int
-    """Pages of the prompt's state, behind those of KV; 0: the model has no states."""
+    """Pages of the prompt's recurrent state, behind those of KV; 0: there is none."""
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
-        """What is wrong with the pages, by number uint8 [page_bytes]; None: nothing."""
+        """Return the fault of the pages, by number uint8 [page_bytes]; None if they are right."""
 
 
 def probe_token_ids(vocab_size: int) -> tuple[int, ...]:
-    """Ids from all over the vocabulary, a fixed sequence."""
+    """Return a fixed sequence of ids from all over the vocabulary."""
     return tuple((position * 7919 + 13) % vocab_size for position in range(NUM_TOKENS))
 
 
 class KvProbe:
-    """The probe of a model's KV; see Probe."""
+    """The Probe of a model's KV."""
 
     def __init__(
         self,
@@ -72,9 +68,9 @@ class KvProbe:
     ) -> None:
         """expected: KV of the first layers, [layers, NUM_TOKENS, width], in its dtype.
 
-        num_layers: of a page. parts: what a token's KV consists of, by name. fp8_rank: the model's
-        kv_lora_rank if pages are written in FP8, else None. states: None: the model has none. Frame
-        0 has the prompt's in the first layer, frame 1 is free.
+        num_layers: of a page. parts: names and slices of a token's KV. fp8_rank: the model's
+        kv_lora_rank if pages are in FP8, else None. states: frame 0 has the prompt's in the first
+        layer, frame 1 is free; None: the model has none.
         """
         self.fingerprint = fingerprint
         self.token_ids = token_ids
@@ -87,7 +83,7 @@ class KvProbe:
         self.num_state_pages = 0 if states is None else states.frame_bytes // page_bytes
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
-        """What is wrong with the pages, by number uint8 [page_bytes]; None: nothing."""
+        """Return the fault of the pages, by number uint8 [page_bytes]; None if they are right."""
         kv_pages = [page for page in sorted(pages) if page < CARRY_PAGE]
         found = torch.cat([self._kv(pages[page]) for page in kv_pages], dim=1)
         if not bool(torch.isfinite(found[:, :NUM_TOKENS]).all()):
@@ -127,7 +123,7 @@ class KvProbe:
         return data.view(self._expected.dtype)
 
     def _off(self, layer: int, found: Tensor, expected: Tensor) -> str | None:
-        """By how much the two differ, if that is too much."""
+        """Describe the difference of the two, if it is too large."""
         error, largest = (found - expected).abs(), expected.abs().amax(dim=-1, keepdim=True)
         if self._expected.dtype != torch.float32 and layer == 0 and self._fp8_rank is None:
             is_off = bool((error > _MAX_ROW_ERROR * largest).any())

@@ -1,7 +1,6 @@
-"""What the prefill and its stages say to each other, pickled through a pipe.
+"""The messages between the prefill and its stages, pickled through a pipe.
 
-Enters: nothing. Leaves: values. Does not know: pipes, who plans passes. Passes themselves go as
-nanocp.values.passes has them.
+Passes go as nanocp.values.passes has them.
 """
 
 from __future__ import annotations
@@ -14,30 +13,31 @@ from nanocp.values.plan import Transfer
 
 
 class StageSpec(NamedTuple):
-    """All that a stage's process needs to know; the first message to it."""
+    """The first message to a stage's process, with all that it needs."""
 
     member: MemberSpec
-    """The prefill that it is a part of."""
+    """The stage's prefill."""
     stage: int
     links_id: str
     """Prefix of the shared memory between the stages."""
 
 
 class BeginPrompt(NamedTuple):
-    """To every stage: pages of this ticket are wanted."""
+    """To every stage: send pages of this ticket."""
 
     transfer: Transfer
     token_ids: tuple[int, ...]
-    """The prompt, for the first stage and, if num_top is given, for the last; empty for others."""
+    """The prompt, for the first stage and, with num_top, for the last; else empty."""
     num_top: int | None = None
-    """For the last stage: most likely tokens beside each token of the prompt. None: nothing of it
-    is asked."""
+    """For the last stage: most likely tokens beside each token of the prompt. None: no log
+    probabilities.
+    """
     front_end: str = ""
-    """host:port that gets the log probabilities."""
+    """host:port for the log probabilities."""
 
 
 class CancelPrompt(NamedTuple):
-    """To every stage: no page of this ticket is wanted any more."""
+    """To every stage: send no more pages of this ticket."""
 
     ticket: int
 
@@ -70,11 +70,11 @@ class StageRan(NamedTuple):
 
     number: int
     has_failed: bool = False
-    """Whether the frames that it was to fill are empty."""
+    """True if the frames to be filled are empty."""
 
 
 class StageGaveUp(NamedTuple):
-    """A ticket fails: nobody takes what was asked of its prompt."""
+    """A ticket fails: nobody takes its prompt's log probabilities."""
 
     ticket: int
     message: str
@@ -90,6 +90,6 @@ class StageSuspects(NamedTuple):
 
 
 class StageEnded(NamedTuple):
-    """A stage's process is about to end, or has ended: it is the last report."""
+    """The last report: a stage's process has ended or soon will."""
 
     message: str

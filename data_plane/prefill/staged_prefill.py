@@ -1,12 +1,7 @@
-"""The prefill: who plans passes over prompts, and the stages that run them, with some layers each.
+"""The prefill with stages: one planner of passes over prompts, and stages of some layers each.
 
-Enters: prefill requests and cancellations from the controller; what the stages report. Leaves:
-passes, prompts and terms to the stages; failures and suspicions to the controller. Does not know:
-how passes are formed, KV, rings.
-
-The controller sees one member. Several stages are processes, and one alone is a thread. A stage
-that is lost ends the prefill, and another prefill takes its place with new stages: what a stage had
-of a prompt is of no use without the others.
+The controller sees one member. Several stages are processes, one alone is a thread. A lost stage
+ends the prefill, and a new one takes its place: the other stages' part of a prompt is useless.
 """
 
 from __future__ import annotations
@@ -53,7 +48,7 @@ from nanocp.values.plan import AbortRequested, Arrival
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
-"""Longest wait for a stage's process to end by itself."""
+"""Longest wait for the end of a stage's process."""
 
 
 class PassScheduler(Protocol):
@@ -62,15 +57,15 @@ class PassScheduler(Protocol):
     def plan_pass(
         self, events: Sequence[Arrival | AbortRequested | PassDone], now_us: int
     ) -> PipelinePlan:
-        """Apply the events; returns the next pass, if one is due."""
+        """Apply the events; return the next pass, if one is due."""
 
 
 def run_staged_prefill(spec: MemberSpec) -> None:
     """Run the prefill and its stages until the controller asks for a shutdown.
 
-    `spec.planner` names a callable(cluster, scheduler, passes) that makes a PassScheduler of
-    Config.of_prefill_stages, and `spec.factory` what makes a prefill_stage.PagesOfStage. Raises
-    FailureReported or ControllerLost if the prefill, or one of its stages, failed.
+    `spec.planner` names a callable(config) that makes a PassScheduler, `spec.factory` the maker of
+    a prefill_stage.PagesOfStage. Raises FailureReported or ControllerLost if the prefill or a stage
+    failed.
     """
     with running(spec) as (link, held):
         own = spec.config.of_prefill_stages
@@ -109,10 +104,10 @@ class StagedPrefillLoop(TicketLoop):
         limit_ms: float,
         all_loaded: Callable[[], None],
     ) -> None:
-        """limit_ms: longest time that the stages may take for a pass.
+        """limit_ms: longest time of the stages for a pass.
 
-        all_loaded: called once, when every stage has loaded. A prefill beats from then on: what it
-        imports and loads may keep its threads from running.
+        all_loaded: called once every stage has loaded, to start the heartbeat: imports and loading
+        may keep threads from running.
         """
         super().__init__(link)
         self._all_loaded = all_loaded
@@ -123,11 +118,11 @@ class StagedPrefillLoop(TicketLoop):
         self._number = 0
         """The number of the present term."""
         self._num_failed = 0
-        """Passes that failed: pages that were to be there after them may not be found."""
+        """Failed passes, after which pages may be missing."""
         self._waiting: dict[int, PrefillRequest] = {}
-        """Ticket -> request, until its first pass is planned."""
+        """Ticket -> request, before its first pass."""
         self._open: set[int] = set()
-        """Tickets of the present term that were neither cancelled nor arrived."""
+        """The present term's tickets that are neither cancelled nor complete."""
         self._events: list[Arrival | AbortRequested | PassDone] = []
         self._unloaded = set(range(num_stages))
         """Stages that have yet to load."""
@@ -135,10 +130,10 @@ class StagedPrefillLoop(TicketLoop):
         """Stages that have yet to join the term."""
         self._percents = [0] * num_stages
         self._next_runs = [0] * num_stages
-        """For each stage, the oldest pass that it has not run."""
+        """Each stage's oldest pass that it has not run."""
         self._num_planned = 0
         self._deadline_s = 0.0
-        """When a stage must have run another pass, while one is in flight."""
+        """Latest time of a stage's next pass, while one is in flight."""
 
     def report(self, stage: int, message: Any) -> None:
         """Take a stage's report, from any thread."""
@@ -155,7 +150,7 @@ class StagedPrefillLoop(TicketLoop):
                 self._take(message)
 
     def forget_term(self) -> None:
-        """Forget the tickets; passes in flight go on, and their pages are not sent."""
+        """Forget the tickets; passes in flight go on without sending pages."""
         for ticket in list(self._open):
             self._cancel(ticket)
 
@@ -214,7 +209,7 @@ class StagedPrefillLoop(TicketLoop):
     # --- passes
 
     def _plan(self) -> None:
-        """Plan as many passes as may be in flight."""
+        """Plan passes up to the limit in flight."""
         while True:
             events, self._events = self._events, []
             plan = self._scheduler.plan_pass(events, time.monotonic_ns() // 1000)
@@ -290,7 +285,7 @@ class StageThread:
     """The only stage, in a thread of the prefill's own process."""
 
     def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
-        """Start it. report: see StageProcesses."""
+        """Start the thread. report: as of StageProcesses."""
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         end = StageEnd(self._inbox.get, partial(report, 0))
         self._thread = threading.Thread(
@@ -303,16 +298,16 @@ class StageThread:
         self._inbox.put(message)
 
     def close(self) -> None:
-        """Let the stage end, a bounded time. Idempotent."""
+        """End the stage in bounded time. Idempotent."""
         self.send(None)
         self._thread.join(_LEAVE_S)
 
 
 class StageProcesses:
-    """The processes of the stages: a pipe to each, and two threads that keep it going."""
+    """The processes of the stages: a pipe to each, and two threads to serve it."""
 
     def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
-        """Start them. report: called with a stage and what it reports, from any thread."""
+        """Start them. report: called with a stage and its report, from any thread."""
         self._report = report
         self._outboxes: list[Queue[Any]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -338,7 +333,7 @@ class StageProcesses:
             outbox.put(message)
 
     def close(self) -> None:
-        """Let the processes end, a bounded time, and kill those that do not. Idempotent."""
+        """End the processes in bounded time, and kill those that do not. Idempotent."""
         self.send(None)
         deadline = time.monotonic() + _LEAVE_S
         for process in self._processes:

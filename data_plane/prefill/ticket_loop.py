@@ -1,8 +1,4 @@
-"""Messages of the controller to a prefill that computes prompts itself.
-
-Enters: prefill requests, cancellations, terms. Leaves: prompts that are given up at once. Does not
-know: what computes prompts, pages.
-"""
+"""The controller's messages to a prefill that computes prompts itself."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from nanocp.values.members import Said
 from nanocp.values.plan import TransferFailed
 
 MAX_QUEUED_PROMPTS = 4096
-"""Transfers that may wait for the prefill; more are given up at once."""
+"""Most transfers that wait for the prefill; more are given up at once."""
 
 
 class TicketLoop(ABC):
-    """Takes the controller's messages to a prefill that computes prompts itself."""
+    """Dispatches the controller's messages to a prefill that computes prompts itself."""
 
     def __init__(self, link: ControllerLink) -> None:
         self._link = link
@@ -55,7 +51,7 @@ class TicketLoop(ABC):
 
     @abstractmethod
     def _arrived(self, ticket: int) -> None:
-        """Forget the ticket: all its pages are where they go, and there is no attempt to repeat."""
+        """Forget the ticket: all its pages have arrived."""
 
     @abstractmethod
     def _num_queued(self) -> int:

@@ -1,7 +1,4 @@
-"""One decode step of one instance on the CPU (5.1, Figure 10).
-
-Enters: a context (tables, row state), weights, frames, the exchange. Leaves: logits, and KV in the
-frames. Does not know: requests, plans, sampling, time.
+"""One decode step of one instance on the CPU. (The paper's section 5.1, Figure 10.)
 
 Legend: B rows, A received attention rows, H heads, C width of `wire_q`, W width of KV, D width of a
 query, O width of a partial, V value width, X hidden size.
@@ -36,9 +33,9 @@ Parts = Generator[Awaited, None, torch.Tensor]
 
 
 class CpuStep:
-    """Captures and runs steps on the CPU; GpuStep is the same on a GPU.
+    """Captures and runs steps on the CPU, as GpuStep does on a GPU.
 
-    The channels' epochs are counted in the exchange. On a GPU they are counted in its memory.
+    The exchange counts the channels' epochs.
     """
 
     def __init__(
@@ -67,19 +64,19 @@ class CpuStep:
             bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
         )
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size)
-        """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
+        """[max_rows, vocabulary] fp32: the last step's logits, in its first num_rows rows."""
         mtp_size = model.hidden_size if weights.mtp else 0
         self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=frames.layers.dtype)
-        """What the MTP layer takes beside the next tokens: rows after the model's last norm."""
+        """The MTP layer's input beside the next tokens: rows after the model's last norm."""
         self.drafted = self.hidden
         """The MTP layer's rows, [num_rows, X]."""
 
     def capture(self, context: StepContext) -> CapturedStep:
-        """What runs the step over this context."""
+        """Return a call that runs the step over this context."""
         return CapturedStep(self, context)
 
     def logits_of(self, rows: list[int]) -> torch.Tensor:
-        """The last step's logits of these rows: [rows, vocabulary] fp32."""
+        """Return the last step's logits of these rows: [rows, vocabulary] fp32."""
         return self.logits[rows]
 
     def meet(self, peers: Sequence[int]) -> None:
@@ -92,11 +89,11 @@ class CpuStep:
 
     @property
     def awaited(self) -> int | None:
-        """None: what a step awaits on the CPU, its exchange says."""
+        """None: the exchange knows what a step on the CPU awaits."""
         return None
 
     def check(self) -> None:
-        """Nothing to do: on the CPU, a wait of the step has raised what ended it."""
+        """Do nothing: on the CPU a failed wait of the step has raised already."""
 
     @torch.inference_mode()
     def run(self, context: StepContext) -> None:
@@ -105,9 +102,9 @@ class CpuStep:
             pass
 
     def phases(self, context: StepContext) -> Iterator[Awaited]:
-        """The step, in parts: it yields what it awaits before each wait for a peer.
+        """Run the step in parts, in inference mode; each awaited put is yielded before the wait.
 
-        Whoever goes on before the put is here, waits in the step. The caller is in inference mode.
+        A caller that goes on before the put is here waits in the step.
         """
         x_BX = yield from self._layers(context, self._embed(context), range(self._model.num_layers))
         self._probe("step")
@@ -118,7 +115,7 @@ class CpuStep:
                 self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
 
     def draft_phases(self, context: StepContext) -> Iterator[Awaited]:
-        """The MTP layer over `hidden` and the row state's tokens, in parts; see `phases`."""
+        """Run the MTP layer over `hidden` and the row state's tokens, in parts as `phases` does."""
         mtp, first = self._weights.mtp, self._model.num_layers
         assert mtp is not None
         x_BX = self._embed(context)
@@ -128,13 +125,13 @@ class CpuStep:
         self._probe("step")
 
     def draft_logits_of(self, rows: list[int]) -> torch.Tensor:
-        """Logits of the MTP layer's rows: [rows, vocabulary] fp32."""
+        """Return logits of the MTP layer's rows: [rows, vocabulary] fp32."""
         assert self._weights.mtp is not None
         head = HeadWeights(self._weights.mtp.head_norm, self._weights.lm_head)
         return self._kernels.logits(self.drafted[rows], head, self._model)
 
     def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
-        """The next turn of these MTP rows takes them at these places."""
+        """Put these MTP rows at these places in the next turn."""
         self.hidden[places] = self.drafted[rows]
 
     def _embed(self, context: StepContext) -> torch.Tensor:
@@ -142,7 +139,6 @@ class CpuStep:
         return self._weights.embedding[token_B].to(self._frames.layers.dtype)
 
     def _layers(self, context: StepContext, x_BX: torch.Tensor, layers: range) -> Parts:
-        """Run layers one after the other over hidden rows."""
         rows, ops = context.rows, self._kernels
         step = _Step(context, self._instance, self._frames.scratch_slot, self._carry)
         step.own_plan = self._attention.plan(step.own.frames, step.own.lengths)
@@ -166,7 +162,7 @@ class CpuStep:
         return x_BX
 
     def _full_attention(self, x_BX: torch.Tensor, step: _Step, index: int) -> Parts:
-        """Attend to the rows' KV, wherever it lies: heads' values [B, H, V]; x_BX without rows."""
+        """Attend to the rows' KV on all instances: heads' values [B, H, V]; x_BX without rows."""
         layer, place, ops = self._weights.layers[index], self._places[index], self._kernels
         context, routes, probe = step.context, step.routes, self._probe
         self._exchange.attention_epoch += 1
@@ -191,7 +187,7 @@ class CpuStep:
         return gated_heads(x_BX, o_BHV, layer, self._model)
 
     def _linear_attention(self, x_BX: torch.Tensor, step: _Step, index: int) -> torch.Tensor:
-        """Run a token of each row through its state, which is here: heads' values [B, H, V]."""
+        """Run a token of each row through its recurrent state: heads' values [B, H, V]."""
         assert self._carry is not None and step.carried is not None
         layer = self._weights.layers[index]
         normed_BX = rms_norm(x_BX, layer.input_norm, self._model.norm_eps)
@@ -267,8 +263,7 @@ class CpuStep:
     ) -> Parts:
         """Phase 4, LSE merge at the MoE binding: [B, H, V].
 
-        Finishing is linear, so it may come before the merge (latent form) or after it (absorbed
-        form).
+        Finishing is linear, so it comes before the merge (latent form) or after it (absorbed form).
         """
         finish, model = self._kernels.finish_attention, self._model
         out = finish(partial_BHO, layer, model) if self._is_latent else partial_BHO
@@ -279,7 +274,7 @@ class CpuStep:
         return out if self._is_latent else finish(out, layer, model)
 
     def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> Iterator[Awaited]:
-        """Await the partials that return, and merge them into the linked rows of `out`."""
+        """Await the returned partials, and merge them into the linked rows of `out`."""
         linked = routes.linked_rows
         partial = out.new_zeros(
             len(routes.targets) + 1, len(linked), *out.shape[1:], dtype=torch.float32
@@ -299,7 +294,7 @@ class CpuStep:
 
 
 class CapturedStep:
-    """A step over one context. Called, it runs; its phases may run in turns with another lane's."""
+    """A step over one context, run by a call, or in phases that alternate with another lane's."""
 
     __slots__ = ("_context", "_step")
 
@@ -307,20 +302,19 @@ class CapturedStep:
         self._step, self._context = step, context
 
     def __call__(self) -> None:
-        """Run the step to its end."""
         self._step.run(self._context)
 
     def phases(self) -> Iterator[Awaited]:
-        """The step, in parts: it yields what it awaits before each wait for a peer."""
+        """Run the step in parts, as CpuStep.phases does."""
         return self._step.phases(self._context)
 
     def draft_phases(self) -> Iterator[Awaited]:
-        """The MTP layer, in parts; see CpuStep.draft_phases."""
+        """Run the MTP layer in parts, as CpuStep.draft_phases does."""
         return self._step.draft_phases(self._context)
 
 
 class _Step:
-    """What all layers of a step have alike."""
+    """The common values of a step's layers."""
 
     def __init__(
         self, context: StepContext, instance: int, scratch_slot: int, carry: CarryPool | None
@@ -333,7 +327,7 @@ class _Step:
         self.position_B = torch.from_numpy(rows.position)
         self.live_B = torch.from_numpy(rows.live)
         self.received_is_read = False
-        """Whether a layer has read which received rows are live, and where they are."""
+        """True once a layer has read the live flags and positions of received rows."""
         self.carried: CarryRows | None = None
         if carry is not None:
             frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)
@@ -350,13 +344,13 @@ class _Link:
         self.rows = rows
         self.row_index = torch.from_numpy(rows)
         self.tail_rows = tail_rows
-        """(slot, row) of each row for which the peer appends the new KV."""
+        """(slot, row) of each row whose new KV the peer appends."""
         self.linked_index = torch.empty(0, dtype=torch.int64)
         """The place of each row in _Routes.linked_rows."""
 
 
 class _Routes:
-    """A step's routes, read from the tables once: none of it changes between layers."""
+    """A step's routes, read from the tables once for all layers."""
 
     def __init__(self, context: StepContext, instance: int) -> None:
         tables, position = context.tables, context.rows.position
@@ -368,7 +362,7 @@ class _Routes:
             slots = np.flatnonzero(holder[rows] == peer)
             self.targets.append(_Link(peer, rows, [(int(slot), int(rows[slot])) for slot in slots]))
         self.sources: list[tuple[int, int, int]] = []
-        """(peer, first received row, end) of each peer that sends rows."""
+        """(peer, first received row, end) of each sending peer."""
         begin = 0
         for peer in np.flatnonzero(tables.num_received).tolist():
             end = begin + int(tables.num_received[peer])

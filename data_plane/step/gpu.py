@@ -105,7 +105,7 @@ class GpuStep:
 
     @torch.inference_mode()
     def phases(self, context: GpuContext) -> Iterator[None]:
-        """Run the step in parts: yield before each wait, so instances in one thread can take turns."""
+        """Run the step; yield before each wait, so instances in one thread can take turns."""
         self._pool.run_adopt()
         weights, num_layers = self._weights, self._model.num_layers
         x_BX, normed_BX = embed_norm(

@@ -1,10 +1,7 @@
 """The arithmetic of a captured step's rows around attention: fused for latent KV, else by torch.
 
-Enters: normed rows, weights, frames. Leaves: queries, what the wire carries, KV in frames. Does not
-know: attention, the exchange. The slow reference is model/layers.py.
-
-Legend: B rows, X hidden, C width of `wire_q`, W width of KV, D width of a query, A received rows,
-H heads, O width of a partial, V value width.
+The slow reference is model/layers.py. Legend: B rows, X hidden, C width of `wire_q`, W width of KV,
+D width of a query, A received rows, H heads, O width of a partial, V value width.
 """
 
 from __future__ import annotations
@@ -29,12 +26,12 @@ from data_plane.model.weights import LayerWeights
 
 
 class StartedRows(NamedTuple):
-    """What a layer's attention and its peers take of own rows."""
+    """Own rows of a layer, for its attention and its peers."""
 
     wire_q_BC: Tensor
-    """What the latent wire form carries."""
+    """The latent wire form's row."""
     kv_BW: Tensor
-    """The new KV; empty unless it was asked for."""
+    """The new KV; empty unless asked for."""
     q_BHD: Tensor
 
 
@@ -47,14 +44,14 @@ class AttentionRows(Protocol):
     ) -> StartedRows:  # fmt: skip
         """Project normed rows, and append their KV to the slots of layer number `place` of frames.
 
-        keeps_kv: whether peers take the KV too.
+        keeps_kv: peers take the KV too.
         """
 
     def append(self, place: int, slot_A: Tensor, kv_AW: Tensor) -> None:
-        """Append KV that came from peers."""
+        """Append peers' KV."""
 
     def queries(self, layer: LayerWeights, wire_q_AC: Tensor, position_A: Tensor) -> Tensor:
-        """Make queries [A, H, D] of what the latent wire form carried."""
+        """Make queries [A, H, D] from the latent wire form's rows."""
 
     def finish(self, layer: LayerWeights, partial_BHO: Tensor) -> Tensor:
         """Turn partial outputs into heads' values [B, H, V], contiguous."""
@@ -68,7 +65,7 @@ def attention_rows(model: ModelConfig, rope: RopeTable, frames: FramePool) -> At
 
 
 class PlainRows:
-    """Rows of any kind, by torch: see AttentionRows."""
+    """AttentionRows of any kind, by torch."""
 
     def __init__(self, model: ModelConfig, rope: RopeTable, frames: FramePool) -> None:
         self._model, self._rope, self._frames = model, rope, frames
@@ -77,27 +74,27 @@ class PlainRows:
         self, place: int, layer: LayerWeights, normed_BX: Tensor, position_B: Tensor,
         slot_B: Tensor, keeps_kv: bool,
     ) -> StartedRows:  # fmt: skip
-        """Project normed rows and append their KV, as AttentionRows.start says."""
+        """Project normed rows and append their KV."""
         kind = self._model.attention
         wire_q_BC, kv_BW = kind.inputs(normed_BX, position_B, layer.attention, self._rope)
         self._frames.append(place, slot_B, kv_BW)
         return StartedRows(wire_q_BC, kv_BW, self.queries(layer, wire_q_BC, position_B))
 
     def append(self, place: int, slot_A: Tensor, kv_AW: Tensor) -> None:
-        """Append KV that came from peers, as AttentionRows.append says."""
+        """Append peers' KV."""
         self._frames.append(place, slot_A, kv_AW)
 
     def queries(self, layer: LayerWeights, wire_q_AC: Tensor, position_A: Tensor) -> Tensor:
-        """Make queries of what was carried, as AttentionRows.queries says."""
+        """Make queries from peers' rows."""
         return ops.attention_queries(wire_q_AC, position_A, layer, self._rope, self._model)
 
     def finish(self, layer: LayerWeights, partial_BHO: Tensor) -> Tensor:
-        """Turn partial outputs into heads' values, as AttentionRows.finish says."""
+        """Turn partial outputs into heads' values."""
         return ops.finish_attention(partial_BHO, layer, self._model).contiguous()
 
 
 class LatentRows:
-    """Rows of latent attention, by the kernels of kv/triton_latent.py: see AttentionRows."""
+    """AttentionRows of latent attention, by the kernels of kv/triton_latent.py."""
 
     def __init__(self, kind: MlaConfig, rope: RopeTable, frames: FramePool) -> None:
         self._kind, self._rope, self._frames = kind, rope, frames
@@ -106,7 +103,7 @@ class LatentRows:
         self, place: int, layer: LayerWeights, normed_BX: Tensor, position_B: Tensor,
         slot_B: Tensor, keeps_kv: bool,
     ) -> StartedRows:  # fmt: skip
-        """Project normed rows and append their KV, as AttentionRows.start says."""
+        """Project normed rows and append their KV."""
         weights = layer.attention
         q_BC, kv_BW = start_rows(
             weights.down_proj(normed_BX), weights.q_norm, weights.kv_norm, self._rope, position_B,
@@ -116,18 +113,18 @@ class LatentRows:
         return StartedRows(wire_q_BC, kv_BW, self.queries(layer, wire_q_BC, position_B))
 
     def append(self, place: int, slot_A: Tensor, kv_AW: Tensor) -> None:
-        """Append KV that came from peers, as AttentionRows.append says."""
+        """Append peers' KV."""
         append_rows(kv_AW, slot_A, self._slots(place))
 
     def queries(self, layer: LayerWeights, wire_q_AC: Tensor, position_A: Tensor) -> Tensor:
-        """Make queries of what was carried, as AttentionRows.queries says."""
+        """Make queries from peers' rows."""
         weights = layer.attention
         return absorbed_queries(
             weights.q_proj(wire_q_AC), position_A, self._rope, weights.k_up, self._kind.rope_dim
         )
 
     def finish(self, layer: LayerWeights, partial_BHO: Tensor) -> Tensor:
-        """Turn partial outputs into heads' values, as AttentionRows.finish says."""
+        """Turn partial outputs into heads' values."""
         return heads_values(partial_BHO, layer.attention.v_up)
 
     def _slots(self, place: int) -> LatentFrames:

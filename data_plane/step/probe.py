@@ -1,7 +1,4 @@
-"""The phases of a decode step, and the probe that a step calls as each one begins.
-
-Enters: a phase's name. Leaves: nothing. Does not know: clocks; profiling/phase_clock.py has one.
-"""
+"""The phases of a decode step, and the probe that is called as each begins."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from data_plane.moe.all_to_all_cpu import MoePhase
 Phase = Literal["step", "attention", "exchange"] | MoePhase
 """A part of a step; a step is in one phase at a time.
 
-step: before the first layer and after the last one. attention: over own frames, for own rows and
-received ones. exchange: both routes, the merge, and what is computed for the rows of others but
-attention. all_to_all_cpu.MoePhase has the rest; other is all else of a layer.
+step: before the first layer and after the last. attention: over own frames, for own and received
+rows. exchange: both routes, the merge, and other work for peers' rows. MoePhase has the rest; other
+is all else of a layer.
 """
 
 Probe = Callable[[Phase], None]
-"""Called with the name of the phase that begins; the one before ends there."""
+"""Called with the phase that begins; the one before ends."""
 
 
 def no_probe(phase: Phase) -> None:

@@ -1,9 +1,6 @@
-"""LSE merge at the MoE binding on a GPU: what peers returned is read where the exchange put it.
+"""LSE merge at the MoE binding on a GPU: peers' partials are read where the exchange put them.
 
-Enters: own outputs and lse, the regions of Res-route. Leaves: both merged in place. Does not know:
-who computed the partials. The slow reference is attention/lse_merge.py.
-
-Legend: B rows, H heads, V width, N instances.
+The slow reference is attention/lse_merge.py. Legend: B rows, H heads, V width, N instances.
 """
 
 from __future__ import annotations
@@ -23,10 +20,10 @@ def merge_returned_kernel(
     num_instances, num_slots, partial_stride, lse_stride, WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head): merge what came back for the row into out and lse, in place.
+    """Program (row, head): merge the row's returned partials into out and lse, in place.
 
-    A row that went nowhere is left alone. slot_ptr [N, rows] int32: the slot of each row at each
-    peer, -1 for none, as graph/triton_tables.py writes it.
+    slot_ptr [N, rows] int32: the slot of each row at each peer, -1 for none
+    (graph/triton_tables.py).
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)

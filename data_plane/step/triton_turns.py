@@ -1,11 +1,7 @@
-"""The turns of drafting in Triton: who goes into the MTP layer next, without the host.
+"""The turns of drafting in Triton, for rows that take the highest logit: no host takes part.
 
-Enters: a step's input tokens, the tokens that its logits give, drafts. Leaves: tokens, positions
-and live flags of the next turn. Does not know: the model, parameters of requests. The slow
-reference is instance/drafting.py; this is for rows that take the highest logit. It knows no end of
-a row: one that stops in the step drafts on behind its last position, for nobody.
-
-Legend: B step rows, WIDTH of each row, T turns, X hidden size.
+The slow reference is instance/drafting.py. A row that stops in the step drafts on behind its last
+position, for nobody. Legend: B step rows, WIDTH of each row, T turns, X hidden size.
 """
 
 from __future__ import annotations
@@ -22,11 +18,11 @@ def next_turn_kernel(
 ):  # fmt: skip
     """Program r: set up row r for a turn, unless the host has.
 
-    ids_ptr [1 + T, ids_stride] int64: first the tokens of the step, then what each turn drafted.
-    The first turn takes the tokens that are known now: those of the step as long as the drafts
-    among its inputs were right. It writes the row's last step row among them and the position after
-    it, last_ptr and after_ptr [rows] int64. A later turn takes the draft of the turn before, and
-    the MTP layer's own row (drafted_ptr) for hidden_ptr, both [B, hidden_size].
+    ids_ptr [1 + T, ids_stride] int64: the step's tokens, then each turn's drafts. The first turn
+    takes the step's tokens as far as the drafts among its inputs were right, and writes the row's
+    last step row among them and the position after it, last_ptr and after_ptr [rows] int64. A later
+    turn takes the last draft, and the MTP layer's own row (drafted_ptr) for hidden_ptr, both [B,
+    hidden_size].
     """
     if tl.load(by_host_ptr) != 0:
         return

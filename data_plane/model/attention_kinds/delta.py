@@ -1,10 +1,6 @@
 """Linear attention by the gated delta rule: Gated DeltaNet and Kimi Delta Attention.
 
-Enters: normed hidden rows. Leaves: what the delta rule takes of them, heads' values. Does not know:
-states, frames, steps.
-
-A row keeps no KV in such a layer but a state of fixed size, [H, K, V]. Each token decays it, and
-corrects what it says of the token's key (attention/delta_rule.py).
+A row keeps no KV in such a layer but a recurrent state, [H, K, V] (attention/delta_rule.py).
 
 Legend: B rows, X hidden, J key heads, H value heads, K width of a key, V of a value, C = 2JK + HV
 channels of the convolution, D decays of a head: 1, or K if each channel of a key has its own.
@@ -27,38 +23,39 @@ NORM_EPS = 1e-6
 
 
 class DeltaNames(NamedTuple):
-    """How a checkpoint names a layer's tensors; matrices without `.weight`."""
+    """A checkpoint's names of a layer's tensors; matrices without `.weight`."""
 
     prefix: str
     qkv: tuple[str, ...]
-    """Queries, keys and values. One name without a `gate`: keys' heads one by one, each with its
-    query, key, values and gates; `beta` then has the decays too."""
+    """Queries, keys and values. One name without a `gate`: key head by key head, its query, key,
+    values and gates; `beta` then has the decays too.
+    """
     conv: tuple[str, ...]
     gate: tuple[str, ...]
-    """The gate of the output; two names: it is of low rank."""
+    """The output's gate; two names: it is of low rank."""
     decay: tuple[str, ...]
-    """What makes decays; two names: it is of low rank."""
+    """The decays; two names: of low rank."""
     beta: str
     norm: str
     output: str
 
 
 class DeltaInputs(NamedTuple):
-    """What the delta rule takes of rows."""
+    """The delta rule's inputs from rows."""
 
     channels_BC: Tensor
     """Queries, keys and values before the convolution."""
     decay_BHD: Tensor
     """fp32, logarithms: at most 0."""
     beta_BH: Tensor
-    """fp32: how much of a correction is made."""
+    """fp32: the share of a correction."""
     gate_BHV: Tensor
     """fp32, before its activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """A layer's weights, but for its output projection."""
+    """A layer's weights without the output projection."""
 
     inputs: LinearLayer
     """From X to C, the gate (or its rank), the decays (or their rank) and H betas."""
@@ -87,13 +84,13 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     conv_size: int
-    """Tokens that the convolution sees: a token and those before it."""
+    """Tokens in the convolution, the newest included."""
     norm_eps: float
     """Epsilon of the norm of heads' outputs."""
     has_channel_decay: bool
-    """Whether each channel of a key decays by itself (Kimi), else a head as one (Qwen)."""
+    """True if each channel of a key has its decay (Kimi), else a head has one (Qwen)."""
     decay_bound: float | None
-    """Least logarithm of a decay (Ling); None: there is no bound."""
+    """Least logarithm of a decay (Ling), if bounded."""
     names: DeltaNames
 
     @property
@@ -107,7 +104,7 @@ class DeltaConfig:
         return self.key_dim if self.has_channel_decay else 1
 
     def stored_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """List a layer's tensors that `load` reads, by name; the output projection is not there."""
+        """Return a layer's tensors for `load`, name -> shape, without the output projection."""
         names, prefix, hidden = self.names, layer + self.names.prefix, self.hidden_size
         heads, keys = self.num_heads, self.num_key_heads * self.key_dim
         values, decays = heads * self.value_dim, heads * self.decay_width
@@ -137,7 +134,7 @@ class DeltaConfig:
         return width if len(names) == 1 else self.value_dim
 
     def load(self, source: WeightSource, layer: str) -> DeltaWeights:
-        """Read a layer's weights, but for its output projection."""
+        """Read a layer's weights without the output projection."""
         import torch
 
         names, prefix, heads = self.names, layer + self.names.prefix, self.num_heads
@@ -176,7 +173,7 @@ class DeltaConfig:
     def projections(
         self, x_BX: Tensor, weights: DeltaWeights
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project normed hidden rows to channels [B, C], gates, and what makes decays and betas.
+        """Project normed hidden rows to channels [B, C], gates, decays' and betas' inputs.
 
         Gates are [B, H * V], decays [B, H * D], betas [B, H]; a row's columns lie side by side.
         """
@@ -194,7 +191,7 @@ class DeltaConfig:
         return channels, gate, decay, beta
 
     def inputs(self, x_BX: Tensor, weights: DeltaWeights) -> DeltaInputs:
-        """Project normed hidden rows to all that the delta rule takes."""
+        """Project normed hidden rows to the delta rule's inputs."""
         import torch.nn.functional as F
 
         heads = self.num_heads
@@ -208,10 +205,10 @@ class DeltaConfig:
         return DeltaInputs(channels, decay, beta.float().sigmoid(), gate)
 
     def heads(self, seen_BCS: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolve the channels of a token and of those before it; make queries, keys and values.
+        """Convolve the channels of a token and those before it; make queries, keys and values.
 
-        seen_BCS: for each row the last `conv_size` tokens' channels, the row's own last. Returns
-        queries and keys [B, J, K], normed, and values [B, H, V]; all fp32.
+        seen_BCS: each row's last `conv_size` tokens' channels, its own last. Returns queries and
+        keys [B, J, K], normed, and values [B, H, V]; all fp32.
         """
         import torch
         import torch.nn.functional as F

@@ -1,8 +1,4 @@
-"""How architectures with linear attention layers describe them in config.json.
-
-Enters: fields of config.json. Leaves: widths and rules of these layers, and which layers they are.
-Does not know: tensors, other fields.
-"""
+"""Linear attention layers in config.json, by architecture."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ def qwen3_next(raw: Fields) -> LinearLayers:
 
 
 def qwen3_5(raw: Fields) -> LinearLayers:
-    """Read Qwen3.5's, which differ in how their tensors are stored."""
+    """Read Qwen3.5's, whose tensors are stored in another form."""
     return _gated_delta_net(raw, _QWEN3_5)
 
 
@@ -146,10 +142,10 @@ def _kimi_delta(
 
 
 def _indices(raw: Fields, kinds: Sequence[str] | None, interval: str | None) -> tuple[int, ...]:
-    """Find the layers that are linear attention layers.
+    """Find the linear attention layers.
 
-    kinds: of every layer; None: what layer_types says. interval: without layer_types, the field
-    that says in how many layers the last one attends fully; 4 if it is absent.
+    kinds: of every layer; None: layer_types. interval: without layer_types, the field with the
+    distance of full attention layers; 4 if it is absent.
     """
     num_layers = raw.positive("num_hidden_layers")
     kinds = raw.get("layer_types") if kinds is None else kinds

@@ -1,10 +1,6 @@
 """Attention over K/V heads, each shared by a group of query heads (Llama, Qwen, GLM, Mixtral).
 
-Enters: hidden rows, the KV of a token. Leaves: KV, queries, heads' values. Does not know: frames,
-instances, steps.
-
-A token's KV is the keys of all K/V heads, normed and rotated, then their values. The wire carries
-the normed hidden row, or every head's query; partials are heads' values already.
+A token's KV is all heads' keys, normed and rotated, then their values. Partials are values already.
 
 Legend: B rows, X hidden, H query heads, G K/V heads, E width of a head, W = 2GE, T tokens, U tokens
 so far.
@@ -29,47 +25,47 @@ if TYPE_CHECKING:  # imported where it is needed: what reads a configuration doe
 
 @dataclass(frozen=True, slots=True)
 class GqaWeights:
-    """A layer's attention weights, but for its output projection."""
+    """A layer's attention weights without the output projection."""
 
     q_proj: LinearLayer
     """From X to H * E."""
     kv_proj: LinearLayer
     """From X to 2 * G * E: keys, then values."""
     q_bias: Tensor | None
-    """[H * E]; None if the projections have no bias."""
+    """[H * E], if the projections have biases."""
     kv_bias: Tensor | None
-    """[2 * G * E]; None if the projections have no bias."""
+    """[2 * G * E], if the projections have biases."""
     q_norm: Tensor | None
-    """[E], for each head; None if queries and keys are not normed."""
+    """[E], for each head, if queries and keys are normed."""
     k_norm: Tensor | None
     """[E]."""
     gate: LinearLayer | None = None
-    """From X to H * E, the gate of heads' values; None if they have none."""
+    """From X to H * E, the gate of heads' values, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class GqaConfig:
-    """Widths of attention over K/V heads; see kind.AttentionKind for every method."""
+    """Widths of attention over K/V heads; a kind.AttentionKind."""
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope_dim: int
-    """Width of the rotated part of a head, its first; the rest is not rotated."""
+    """Width of the rotated first part of a head."""
     has_bias: bool
-    """Whether the projections of queries, keys and values add a bias."""
+    """True if the projections of queries, keys and values add a bias."""
     has_norms: bool
-    """Whether each head's query and key is normed before it is rotated."""
+    """True if each head's query and key is normed before its rotation."""
     norm_eps: float
     has_gate: bool = False
-    """Whether q_proj makes a gate of each head's values too, behind its query."""
+    """True if q_proj makes a gate of each head's values too, behind its query."""
 
     @classmethod
     def read(
         cls, raw: Fields, has_bias: bool, has_norms: bool, has_gate: bool = False
     ) -> GqaConfig:
-        """Read config.json; raises ValueError naming the field that is wrong."""
+        """Read config.json; raises ValueError naming the wrong field."""
         hidden_size, num_heads = raw.positive("hidden_size"), raw.positive("num_attention_heads")
         num_kv_heads = num_heads
         if raw.get("num_key_value_heads") is not None:
@@ -104,7 +100,7 @@ class GqaConfig:
 
     @property
     def kv_width(self) -> int:
-        """Width of a token's KV in one layer: keys and values of all K/V heads."""
+        """Width of a token's KV in one layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -125,11 +121,11 @@ class GqaConfig:
         )
 
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
-        """Elements of a row on Q-route, and of a head on Res-route.
+        """Return the elements of a row on Q-route, and of a head on Res-route.
 
         latent: the normed hidden row goes out, and its receiver makes the queries. absorbed: every
-        head's query goes out. Heads' values return in both; for Qwen3-235B-A22B in bf16 a row and
-        layer costs 24,832 bytes or 33,024.
+        head's query goes out. Heads' values return; for Qwen3-235B-A22B in bf16 a row and layer
+        costs 24,832 bytes or 33,024.
         """
         return self.hidden_size if wire_form == "latent" else self._heads_width, self.head_dim
 
@@ -138,7 +134,7 @@ class GqaConfig:
         return self.num_heads * self.head_dim
 
     def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """List a layer's tensors that `load` reads, by name."""
+        """Return a layer's tensors for `load`, name -> shape."""
         kv = self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
         for name, width in (("q", self._heads_width * (1 + self.has_gate)), ("k", kv), ("v", kv)):
@@ -211,7 +207,7 @@ class GqaConfig:
 
     @property
     def least_plain_chunk(self) -> int:
-        """No chunk is long enough: plain keys and values are what the queries need anyway."""
+        """No chunk: queries need plain keys and values anyway."""
         return sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: GqaWeights) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,4 @@
-"""What every kind of attention provides: widths, stored tensors, and arithmetic around attention.
-
-Enters: hidden rows and a layer's weights of the kind. Leaves: queries, KV, heads' outputs. Does not
-know: frames, instances, steps. The kinds are the siblings of this file.
+"""The interface of a kind of attention: widths, stored tensors, and arithmetic around attention.
 
 Legend: B rows, X hidden, C width of `wire_q`, W width of KV, H heads, D width of a query, O width
 of a partial, V value width, T tokens, U tokens so far, E width of a key.
@@ -23,22 +20,22 @@ class WeightSource(Protocol):
 
     @property
     def packing(self) -> Packing:
-        """How weights are laid out."""
+        """The layout of weights."""
 
     def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""
 
     def tensor(self, name: str, dtype: dtype | None = None) -> Tensor:
-        """Read a tensor that is kept as it is, in the dtype of the rows unless one is given."""
+        """Read a tensor as it is, by default in the rows' dtype."""
 
     def staged(self, name: str) -> Tensor:
-        """Read a tensor that will be laid out anew, into memory that is given back after that."""
+        """Read a tensor to be laid out anew, into memory that is given back."""
 
 
 class AttentionKind(Protocol):
-    """The configuration of a model's attention, and its arithmetic; a frozen value.
+    """A model's attention: a frozen value with its configuration and arithmetic.
 
-    `weights` in every call is what `load` returned for the layer.
+    `weights` is the result of `load` for the layer.
     """
 
     @property
@@ -62,17 +59,17 @@ class AttentionKind(Protocol):
         """Factor of attention scores before the softmax."""
 
     def fp8_rank(self) -> int:
-        """Leading elements of a token's KV that FP8 keeps scaled; raises ValueError if none may."""
+        """Return the leading elements of a token's KV that FP8 scales; ValueError if none may."""
 
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
-        """Elements of a row that Q-route carries in each layer, and that Res-route returns a head.
+        """Return the elements of a row on Q-route, and of a head on Res-route.
 
         wire_form: latent sends `wire_q` and returns values; absorbed sends queries and returns
         partials.
         """
 
     def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """List a layer's tensors that `load` reads, by name; o_proj.weight is not among them."""
+        """Return a layer's tensors for `load`, name -> shape, without o_proj.weight."""
 
     def load(self, source: WeightSource, prefix: str) -> Any:
         """Read a layer's weights, a frozen dataclass of this kind."""
@@ -85,13 +82,10 @@ class AttentionKind(Protocol):
     def queries(
         self, wire_q_BC: Tensor, position_B: Tensor, weights: Any, rope: RopeTable
     ) -> Tensor:
-        """Make the queries of a decode step, [B, H, D], of what the wire carries."""
+        """Make a decode step's queries of wire_q, [B, H, D]."""
 
     def finish(self, partial_BHO: Tensor, weights: Any) -> Tensor:
-        """Turn partial outputs into heads' values [B, H, V].
-
-        It is linear, so it may come before or after the LSE merge.
-        """
+        """Turn partial outputs into heads' values [B, H, V], before or after the LSE merge."""
 
     def prefill_queries(
         self, wire_q_TC: Tensor, position_T: Tensor, weights: Any, rope: RopeTable
@@ -100,7 +94,7 @@ class AttentionKind(Protocol):
 
     @property
     def least_plain_chunk(self) -> int:
-        """Tokens of a chunk from which `keys_and_values` costs less than what `queries` needs."""
+        """Tokens of a chunk from which `keys_and_values` costs less than `queries`."""
 
     def keys_and_values(self, kv_UW: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
         """Compute every head's keys [H, U, E] and values [H, U, V] of KV."""

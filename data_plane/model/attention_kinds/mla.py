@@ -1,8 +1,5 @@
 """Multi-head latent attention: all heads share one latent KV of a token (DeepSeek-V2 and V3).
 
-Enters: hidden rows, q latents, latent KV. Leaves: latent KV, absorbed queries, heads' values. Does
-not know: frames, instances, steps.
-
 Legend: B rows, X hidden, C q latent (X without q LoRA), R kv_lora_rank, P rope, D = R + P, H heads,
 N nope, V value width, T tokens, U tokens so far.
 """
@@ -29,7 +26,7 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class MlaWeights:
-    """A layer's attention weights, but for its output projection."""
+    """A layer's attention weights without the output projection."""
 
     down_proj: LinearLayer
     """From X to C + R + P with q LoRA (q_a, then kv_a); without, to R + P."""
@@ -40,16 +37,16 @@ class MlaWeights:
     q_proj: LinearLayer
     """From C (X without q LoRA) to H * (N + P)."""
     k_up: Tensor
-    """W_UK [H, N, R], packed; it is absorbed into the query."""
+    """W_UK [H, N, R], packed, for absorption into the query."""
     v_up: Tensor
-    """W_UV [H, R, V], packed; it is applied to the output of attention."""
+    """W_UV [H, R, V], packed, for attention's output."""
     gate: LinearLayer | None = None
-    """From X to H, the gate of heads' values; None if they have none."""
+    """From X to H, the gate of heads' values, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """Latent attention's widths; see kind.AttentionKind for every method."""
+    """Latent attention's widths; a kind.AttentionKind."""
 
     hidden_size: int
     num_heads: int
@@ -57,24 +54,21 @@ class MlaConfig:
     """None: queries are projected from the hidden state directly."""
     kv_lora_rank: int
     nope_dim: int
-    """Width of the part of a head's query and key that is not rotated."""
+    """Width of the part of a head's query and key without rotation."""
     rope_dim: int
-    """Width of the rotated part."""
     value_dim: int
-    """Width of a head's values."""
     softmax_mscale: float = 1.0
     """Yarn's factor, whose square multiplies the softmax scale."""
     has_gate: bool = False
-    """Whether a gate scales each head's values."""
 
     @classmethod
     def read_gated(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
-        """Read config.json of a model whose heads have gates; see `read`."""
+        """Read config.json of a model whose heads have gates; raises as `read`."""
         return cls.read(raw, rope, has_gate=True)
 
     @classmethod
     def read(cls, raw: Fields, rope: RopeConfig, has_gate: bool = False) -> MlaConfig:
-        """Read config.json; raises ValueError naming the field that is wrong."""
+        """Read config.json; raises ValueError naming the wrong field."""
         # Published Ling folders say 0.5, and every engine rotates all of qk_rope_head_dim.
         for fields in () if has_gate else (raw, rope_fields(raw)):
             if (share := fields.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -113,22 +107,22 @@ class MlaConfig:
         return float((self.nope_dim + self.rope_dim) ** -0.5 * mscale * mscale)
 
     def fp8_rank(self) -> int:
-        """Width of c_kv, which FP8 keeps in scaled groups (attention/fp8_latent.py)."""
+        """Return the width of c_kv, which FP8 keeps in scaled groups (attention/fp8_latent.py)."""
         return self.kv_lora_rank
 
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
-        """Elements of a row on Q-route, and of a head on Res-route.
+        """Return the elements of a row on Q-route, and of a head on Res-route.
 
-        latent: the normed q latent (without q LoRA the normed hidden state) goes out and values
-        return; 36,352 bytes a row and layer at DeepSeek-V3's widths in bf16. absorbed: the paper's
-        form, the absorbed q of every head and latent-space outputs; 279,040 bytes.
+        latent: the normed q latent (without q LoRA the normed hidden state) goes out, values
+        return; 36,352 bytes a row and layer at DeepSeek-V3's widths in bf16. absorbed, the paper's
+        form: every head's absorbed q and latent-space outputs; 279,040 bytes.
         """
         if wire_form == "latent":
             return self.q_latent_dim, self.value_dim
         return self.num_heads * self.kv_width, self.kv_lora_rank
 
     def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """List a layer's tensors that `load` reads, by name."""
+        """Return a layer's tensors for `load`, name -> shape."""
         shapes: dict[str, tuple[int, ...]] = {}
         q_name, heads = "q_proj.weight", self.num_heads
         if self.q_lora_rank is not None:
@@ -171,10 +165,7 @@ class MlaConfig:
     def inputs(
         self, x_BX: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable
     ) -> tuple[Tensor, Tensor]:
-        """Project normed hidden rows [B, X] to (normed q latent [B, C], new latent KV [B, D]).
-
-        Latent KV is normed c_kv, then the rotated key.
-        """
+        """Project normed hidden rows [B, X] to (normed q latent [B, C], new latent KV [B, D])."""
         import torch
 
         from data_plane.model.norm import rms_norm
@@ -214,20 +205,17 @@ class MlaConfig:
 
     @property
     def least_plain_chunk(self) -> int:
-        """Tokens of a chunk from which plain keys and values, made once for it, cost less.
+        """Tokens of a chunk from which plain keys and values cost less.
 
-        For each head and key that is R * (N + V) products. Then a query takes no R + P products
-        for the key and as many for the value, but the wider of N + P and V.
+        They take R * (N + V) products for each head and key; then a query takes the wider of N + P
+        and V for the key, not R + P twice.
         """
         saved = 2 * (self.kv_width - max(self.nope_dim + self.rope_dim, self.value_dim))
         made = self.kv_lora_rank * (self.nope_dim + self.value_dim)
         return made // saved + 1 if saved > 0 else sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
-        """Compute every head's keys [H, U, N + P] and values [H, U, V] from latent KV.
-
-        It costs half of absorbing W_UK and W_UV into every row where many rows share each key.
-        """
+        """Compute every head's keys [H, U, N + P] and values [H, U, V] from latent KV."""
         latent_UR, rope_UP = kv_UW[:, : self.kv_lora_rank], kv_UW[:, self.kv_lora_rank :]
         key = kv_UW.new_empty(self.num_heads, len(kv_UW), self.nope_dim + self.rope_dim)
         key[..., : self.nope_dim] = latent_UR.matmul(weights.k_up.transpose(1, 2))

@@ -1,9 +1,9 @@
 """The persistent kernel of a fused MoE layer: all of it in one launch.
 
-Programs have no roles. One without a task to claim takes the lock and sweeps: it takes in what
-peers have sent and publishes what can now run. All rows of a sweep make one wave, so an expert's
-weights are read once for several sources. A launch may end between two tasks, and another go on.
-The last program to leave clears the counters of a complete epoch, then counts the epoch.
+Programs have no roles. One without a task takes the lock and sweeps: it takes in the peers' rows
+and publishes runnable tasks. All rows of a sweep make one wave, so an expert's weights are read
+once for several sources. A launch may end between two tasks, and another go on. The last program to
+leave clears the counters of a complete epoch, then counts the epoch.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def next_task(state, first_queue, end_queue, S: tl.constexpr):
 def run_task(
     queue, item, task, state, rows, weights, own, instance, num_rows, epoch, S: tl.constexpr
 ):
+    """Run a claimed task to its end."""
     if queue == RETURN:
         return_task(item, task, state, rows, weights, own, instance, epoch, S)
     elif queue == DISPATCH:
@@ -121,7 +122,7 @@ def run_task(
 
 @triton.jit
 def start(state, num_rows, S: tl.constexpr):
-    """Publish the work that needs no peer: the gate and the shared experts. Called under the lock."""
+    """Publish the gate and the shared experts, which need no peer. Called under the lock."""
     if num_rows == 0:
         publish(state, ROUTE, 0, S.num_instances, S)
     else:
@@ -153,6 +154,7 @@ def store_group(state, group, expert, first, size, block, mask=None):
 
 @triton.jit
 def store_block(state, block, expert, index, first, size, S: tl.constexpr, mask=None):
+    """Write row block number `index` of a group."""
     block_ptr = state.block + block * 3
     tl.store(block_ptr, expert, mask=mask)
     tl.store(block_ptr + 1, first + index * S.block_m, mask=mask)
@@ -328,6 +330,7 @@ def is_complete(state, S: tl.constexpr):
 
 @triton.jit
 def at(words, index: tl.constexpr):
+    """Take a word."""
     return tl.sum(tl.where(tl.arange(0, 32) == index, words, 0))
 
 

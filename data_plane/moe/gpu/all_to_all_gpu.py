@@ -117,7 +117,7 @@ class GpuExpertExchange:
         max_rows: int,
         device: torch.device,
     ) -> None:
-        """max_rows: bound of a batch, equal on every instance, since it sizes the receive buffers."""
+        """max_rows: bound of a batch, equal on every instance; it sizes the receive buffers."""
         self._exchange = exchange
         self._num_instances = num_instances
         home = home_table(num_experts, num_instances)

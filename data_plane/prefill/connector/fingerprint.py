@@ -1,7 +1,6 @@
-"""What two processes must agree on before one writes KV that the other reads.
+"""The fingerprint of KV: two processes must agree on it before one writes the other's KV.
 
-Enters: a checkpoint folder, the dtype of KV. Leaves: named strings, and the sentence for two that
-differ. Does not know: weights, of which it reads the headers only; the probe compares those.
+It reads only headers of weights; the probe compares numbers.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _FIELDS = (
     "rope_scaling",
     "rope_parameters",
 )
-"""Fields of config.json that are named if they differ; the checksum sees every other."""
+"""Fields of config.json to name if they differ; the checksum covers all."""
 
 
 def fingerprint(folder: Path, dtype: str) -> dict[str, str]:
-    """What defines KV, by name.
+    """Return the definition of KV, by name.
 
-    dtype: of KV as it is computed, float32 or bfloat16. Raises OSError or ValueError if config.json
-    cannot be read.
+    dtype: of computed KV, float32 or bfloat16. Raises OSError or ValueError if config.json cannot
+    be read.
     """
     config = json.loads((folder / "config.json").read_bytes())
     fields = {name: json.dumps(config.get(name), sort_keys=True) for name in _FIELDS}
@@ -51,7 +50,7 @@ def fingerprint(folder: Path, dtype: str) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """The first difference, as a sentence with both values; None if there is none."""
+    """Return the first difference, as a sentence with both values, or None."""
     for name in (*ours, *(name for name in theirs if name not in ours)):
         if ours.get(name) != theirs.get(name):
             return f"{name} is {ours.get(name)} in this engine and {theirs.get(name)} in NanoCP"
@@ -59,10 +58,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
 
 
 def _digest(folder: Path) -> str:
-    """SHA-256 over config.json and the header of every safetensors file, in order of their names.
-
-    A header has the name, dtype, shape and place of each tensor.
-    """
+    """Return SHA-256 over config.json and the headers of all safetensors files, by name."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -1,8 +1,4 @@
-"""Pages of 64 tokens and several layers, from blocks of another size that each have one layer.
-
-Enters: views of an engine's KV, a request's blocks. Leaves: a page's payload. Does not know:
-tickets, vLLM, whether the views are torch's or NumPy's.
-"""
+"""Pages of 64 tokens and several layers, from an engine's blocks of another size and one layer."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class PagedKv:
-    """Reads pages; each read overwrites the payload of the one before."""
+    """Reads pages; each read overwrites the last payload."""
 
     def __init__(
         self,
@@ -22,11 +18,11 @@ class PagedKv:
         page: Any,
         payload: Callable[[Any], Any] = lambda page: page,
     ) -> None:
-        """layers: for each, what lies side by side in a page, such as keys and values.
+        """layers: for each layer the parts of a page, such as keys and values.
 
-        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one: what
-        lies in another order needs no copy. block_size: tokens of a block. page: zeros,
-        [layers, 64, width]. payload: makes of a page what a ring takes.
+        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one, so
+        no order needs a copy. block_size: tokens of a block. page: zeros, [layers, 64, width].
+        payload: converts a page for a ring.
         """
         self._layers = layers
         self._block_size = block_size
@@ -34,10 +30,10 @@ class PagedKv:
         self._payload = payload
 
     def read(self, blocks: Sequence[int], page: int, num_tokens: int, num_layers: int) -> Any:
-        """Return the payload of a page of which num_tokens tokens count; the others are zero.
+        """Return the payload of a page with num_tokens tokens; the others are zero.
 
-        blocks: the request's, from position 0 on. num_layers: of the payload; layers that are not
-        there are zero.
+        blocks: the request's, from position 0 on. num_layers: of the payload; absent layers are
+        zero.
         """
         first, size = page * PAGE_SIZE, self._block_size
         end = first + num_tokens

@@ -1,12 +1,8 @@
-"""The connector's half in vLLM's scheduler: which pages of which requests can be sent after a step.
+"""The connector's half in vLLM's scheduler: the pages to send after each step.
 
-Enters: requests with tickets, what each step schedules, requests that end. Leaves: the parts of
-each step, for the worker; whether blocks of an ended request are still needed. Does not know: vLLM
-(its objects are read by the names of their fields), KV, rings.
-
-A request's blocks may be overwritten as soon as vLLM frees them. So the blocks of an ended request
-are held until the worker has reported that it needs them no more, and a preempted one begins again:
-its pages are sent once more, and a receiver takes each page once.
+vLLM's objects are read by field names. Blocks may be overwritten once vLLM frees them, so those of
+an ended request are held until the worker is done. A preempted request sends its pages once more; a
+receiver takes each page once.
 """
 
 from __future__ import annotations
@@ -24,17 +20,17 @@ from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 
 class PagePart(NamedTuple):
-    """Pages of a request that are complete once the step has run."""
+    """Pages of a request that the step completes."""
 
     request_id: str
     ticket: EngineTicket
     blocks: tuple[tuple[int, ...], ...]
-    """The request's blocks so far, from position 0 on, in each of vLLM's groups of layers."""
+    """The request's blocks so far, from position 0 on, by vLLM's group of layers."""
     first_page: int
     end_page: int
 
     def pages(self) -> list[int]:
-        """Numbers of the pages; those of the state come with the prompt's last ones."""
+        """Return page numbers; those of the recurrent state come with the prompt's last ones."""
         pages = list(range(self.first_page, self.end_page))
         if self.end_page * PAGE_SIZE >= self.ticket.num_tokens:
             for first, count, _ in self.ticket.targets:
@@ -44,13 +40,13 @@ class PagePart(NamedTuple):
 
 @dataclass(slots=True)
 class StepWork:
-    """What the worker is to do for one step."""
+    """The worker's tasks for one step."""
 
     parts: list[PagePart] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
-    """Requests whose blocks may be overwritten from this step on: preempted or aborted."""
+    """Preempted or aborted requests, whose blocks may be overwritten from now on."""
     is_idle: bool = False
-    """Whether the step computes nothing: it exists to collect what has been sent."""
+    """True if the step computes nothing, and only collects sent pages."""
 
 
 @dataclass(slots=True)
@@ -60,12 +56,12 @@ class _Tracked:
     blocks: list[tuple[int, ...]] = field(default_factory=list)
     """By group of layers."""
     num_pages: int = 0
-    """Pages that parts have had, since the request's start or its latest preemption."""
+    """Pages in parts since the request's start or latest preemption."""
     has_parts: bool = False
 
 
 class TicketedRequests:
-    """Requests that came with a ticket; called as vLLM's scheduler calls a connector."""
+    """Requests with tickets; called as vLLM's scheduler calls a connector."""
 
     def __init__(self, fingerprint: Mapping[str, str], max_held_blocks: int) -> None:
         """max_held_blocks: of ended requests; with more, new tickets are refused as busy."""
@@ -75,11 +71,11 @@ class TicketedRequests:
         self._max_held_blocks = max_held_blocks
         self._tracked: dict[str, _Tracked] = {}
         self._held: dict[str, int] = {}
-        """By ended request: the number of blocks that vLLM keeps for it."""
+        """The number of held blocks by ended request."""
         self._aborted: set[str] = set()
 
     def allocated(self, request_id: str, params: Mapping[str, Any] | None, num_tokens: int) -> None:
-        """A request has got blocks. params: its kv_transfer_params. num_tokens: of its prompt."""
+        """Note a request's blocks. params: its kv_transfer_params. num_tokens: of its prompt."""
         if request_id in self._tracked or not params or KEY not in params:
             return
         try:
@@ -110,7 +106,7 @@ class TicketedRequests:
         self._tracked[request_id] = _Tracked(ticket, refusal)
 
     def step(self, scheduled: Any) -> StepWork:
-        """List what can be sent once the step has run. scheduled: vLLM's SchedulerOutput."""
+        """Return the parts to send after the step. scheduled: vLLM's SchedulerOutput."""
         work = StepWork(dropped=self._aborted, is_idle=scheduled.total_num_scheduled_tokens == 0)
         self._aborted = set()
         for request_id in scheduled.preempted_req_ids or ():
@@ -152,9 +148,9 @@ class TicketedRequests:
             tracked.num_pages, tracked.has_parts = end, True
 
     def finished(self, request_id: str, is_aborted: bool) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks are still needed, and what to answer.
+        """Return for an ended request whether its blocks are still needed, and the answer.
 
-        If they are, `sent` is called with the request once they are not.
+        If they are, `sent` is called later.
         """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
@@ -167,11 +163,11 @@ class TicketedRequests:
         return True, accepted(tracked.num_pages, self._engine)
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """The worker needs the blocks of these requests no more."""
+        """Release the blocks of these requests."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
     @property
     def is_holding(self) -> bool:
-        """Whether blocks of ended requests are held: the engine must go on stepping."""
+        """True while ended requests' blocks are held: the engine must go on stepping."""
         return bool(self._held)

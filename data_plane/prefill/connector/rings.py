@@ -1,10 +1,7 @@
-"""An engine's ways into the rings of instances, of any cluster that asks it.
+"""An engine's writers into the rings of instances, of any cluster that asks it.
 
-Enters: tickets and pages. Leaves: pages in rings. Does not know: who computes pages, vLLM.
-
-A cluster may be gone and another may ask under a new name at any time. So nothing is kept but open
-writers, and one whose receiver is dead is dropped: its memory may still be mapped here, and what is
-written there reaches nobody.
+Clusters come and go, so it keeps only open writers, and drops one with a dead receiver, whose
+memory may still be mapped here.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _ATTACH_MS = 2_000
 
 
 class PageWriters:
-    """Writers of rings, opened when they are first needed. For one thread."""
+    """Writers of rings, opened at first use. For one thread."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         """allowed: networks that may be dialled, such as 10.0.0.0/8; empty: this host alone.
@@ -115,7 +112,7 @@ class PageWriters:
 
 
 def _is_own(host: str) -> bool:
-    """Whether this is an address of the host itself: only such a one can be bound."""
+    """Return True for an address of this host: only such a one can be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

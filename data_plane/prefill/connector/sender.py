@@ -1,11 +1,7 @@
 """The connector's half in vLLM's worker: the thread that sends pages, behind vLLM's steps.
 
-Enters: parts of steps that have run, requests to drop, requests that ended. Leaves: pages in the
-receivers' rings, and the requests whose blocks are needed no more. Does not know: vLLM, what a
-payload means.
-
-A full ring blocks only this thread. What it cannot send it logs and forgets: arrival is the
-receivers' word, and the one who asked has a deadline for it.
+A full ring blocks only this thread. A failed send is logged and forgotten: receivers report
+arrival, and the prefill has a deadline for it.
 """
 
 from __future__ import annotations
@@ -38,32 +34,31 @@ class PageSender:
     """Sends parts in order, in a thread of its own."""
 
     def __init__(self, read_page: Callable[[PagePart, int, int], Any], places: PageWriters) -> None:
-        """read_page: (part, page, tokens in it) -> payload, which is valid until the next call.
+        """read_page: (part, page, tokens in it) -> payload, valid until the next call.
 
-        A page of a state has no tokens.
+        A page of a recurrent state has no tokens.
         """
         self._read_page = read_page
         self._places = places
         self._queue: deque[_Queued] = deque()
-        """The first is the one that is being sent."""
+        """The first one is in progress."""
         self._num_queued: Counter[str] = Counter()
-        """Parts in the queue by request, also those that were cancelled."""
+        """Queued parts by request, cancelled ones too."""
         self._known: set[str] = set()
-        """Requests that had parts and were not reported."""
+        """Requests with parts, before their report."""
         self._ended: set[str] = set()
-        """Those of them that vLLM has ended."""
+        """Those that vLLM has ended."""
         self._failed: set[str] = set()
         self._changed = threading.Condition()
         self._reading = threading.Lock()
         """Held while blocks are read."""
         self._is_open = True
         self.num_pages = 0
-        """Pages sent since the start."""
         self._thread = threading.Thread(target=self._run, name="nanocp pages", daemon=True)
         self._thread.start()
 
     def queue(self, parts: Iterable[PagePart], ready: Callable[[], None] = lambda: None) -> None:
-        """Send the parts after those queued before. ready: waits until their KV can be read."""
+        """Send the parts after earlier ones. ready: waits until their KV can be read."""
         with self._changed:
             for part in parts:
                 self._queue.append(_Queued(part, ready, part.request_id in self._failed))
@@ -72,7 +67,7 @@ class PageSender:
             self._changed.notify_all()
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Send no more of these requests' parts; on return no block of them is being read."""
+        """Stop sending these requests' parts; on return none of their blocks is being read."""
         dropped = set(request_ids)
         if not dropped:
             return
@@ -82,9 +77,9 @@ class PageSender:
             pass
 
     def finished(self, request_ids: Iterable[str], timeout_s: float = 0.0) -> set[str]:
-        """Take requests that vLLM has ended; return those whose blocks are needed no more.
+        """Take ended requests; return those whose blocks are no longer needed.
 
-        Each request that had parts is returned once. timeout_s: how long to wait for the first.
+        Each request with parts is returned once. timeout_s: longest wait for the first.
         """
         with self._changed:
             self._ended.update(self._known.intersection(request_ids))
@@ -96,7 +91,7 @@ class PageSender:
             return unneeded
 
     def close(self) -> None:
-        """End the thread, and release what pages are written with. Idempotent."""
+        """End the thread, and close the writers. Idempotent."""
         with self._changed:
             self._is_open = False
             self._cancel(set(self._num_queued))

@@ -1,7 +1,6 @@
-"""What an engine is sent with a prompt, so that it can write the pages, and what it answers.
+"""The ticket that an engine gets with a prompt, to write the pages, and the engine's answer.
 
-Enters: a transfer's ticket, where its pages go. Leaves: the same as JSON values, in the field
-`kv_transfer_params` of a request. Does not know: HTTP, engines, rings.
+Both are JSON values in the field `kv_transfer_params` of a request.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 KEY = "nanocp"
 """Our key in kv_transfer_params; other connectors have others."""
 PROTOCOL = 3
-"""Version of what is sent and answered; both sides must have the same."""
+"""Version of tickets and answers, equal on both sides."""
 
 JSON = Mapping[str, Any]
 
@@ -28,35 +27,35 @@ class EngineTicket:
     """The term of these rings (protocol.md, terms)."""
     ticket: int
     num_tokens: int
-    """Positions whose KV is wanted: 0 .. num_tokens - 1, the whole prompt that the engine gets."""
+    """Positions with KV: 0 .. num_tokens - 1, the engine's whole prompt."""
     targets: tuple[tuple[int, int, int], ...]
-    """Runs of pages (first page, number of pages, instance); other pages are not wanted."""
+    """Runs of wanted pages (first page, number of pages, instance)."""
     peers: Mapping[int, tuple[str, str]]
-    """(node, address) by instance; see segments.Peer."""
+    """(node, address) by instance, as of segments.Peer."""
     writer: int
-    """The number of the ring that the engine writes at each instance."""
+    """The number of the engine's ring at each instance."""
     timeout_ms: int
     """Longest wait for a place in a ring."""
     page_backend: str
     """auto: shared memory within a node, else TCP. tcp: TCP always. nixl: NIXL."""
     kv_dtype: str
-    """DataPlaneConfig.kv_dtype: in what form pages are written."""
+    """DataPlaneConfig.kv_dtype, the form of pages."""
     num_layers: int
-    """Layers of a page: the model's, and with drafts the MTP layer behind them."""
+    """Layers of a page: the model's, and with drafts the MTP layer."""
     fingerprint: Mapping[str, str]
-    """What the model and the pages must be; see fingerprint.py."""
+    """The required model and pages (fingerprint.py)."""
     engine: str
-    """The engine's process, as its answer to the probe named it; empty in a probe."""
+    """The engine's process, from its answer to the probe; empty in a probe."""
 
     def to_params(self) -> dict[str, Any]:
-        """The ticket as a request's kv_transfer_params."""
+        """Return the ticket as a request's kv_transfer_params."""
         fields = asdict(self)
         fields["peers"] = {str(instance): peer for instance, peer in self.peers.items()}
         return {KEY: {"protocol": PROTOCOL, **fields}}
 
     @classmethod
     def from_params(cls, params: JSON) -> EngineTicket:
-        """Read `to_params`'s value for KEY. Raises ValueError, saying what is wrong with it."""
+        """Read `to_params`'s value for KEY. Raises ValueError naming the fault."""
         fields = dict(params)
         if (protocol := fields.pop("protocol", None)) != PROTOCOL:
             raise ValueError(
@@ -74,7 +73,7 @@ class EngineTicket:
             raise ValueError(f"the request's ticket cannot be read: {error!r}") from error
 
     def instance_of(self, page: int) -> int | None:
-        """The instance that the page goes to; None if it is not wanted."""
+        """Return the page's instance; None if it is not wanted."""
         for first, count, instance in self.targets:
             if first <= page < first + count:
                 return instance
@@ -82,12 +81,12 @@ class EngineTicket:
 
 
 def accepted(num_pages: int, engine: str) -> dict[str, Any]:
-    """The answer to a ticket whose pages are on their way. engine: see EngineTicket."""
+    """Return the answer to a ticket whose pages are on their way. engine: as of EngineTicket."""
     return {KEY: {"num_pages": num_pages, "engine": engine}}
 
 
 def refused(kind: str, reason: str) -> dict[str, Any]:
-    """The answer to a ticket for which no page is sent.
+    """Return the answer to a ticket without pages.
 
     kind: `refused`; `busy`, another engine may take it; `restarted`, this process has passed no
     probe.

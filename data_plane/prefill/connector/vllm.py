@@ -1,10 +1,7 @@
 """NanoCP's KV connector for vLLM: prefill there, decode here (docs/use/prefill.md).
 
-Enters: vLLM's calls, in its scheduler's process and in its workers'. Leaves: pages of KV in the
-rings of NanoCP's instances. Does not know: how prompts are computed, who waits for the pages.
-
-Made for the interface of VLLM_VERSIONS. This file is the only one that knows it; what it plugs in
-is requests.py (the scheduler's half) and sender.py (the worker's half).
+Only this file knows the interface of VLLM_VERSIONS; requests.py is the scheduler's half, sender.py
+the worker's.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 logger = logging.getLogger(f"vllm.{__name__}")
 
 VLLM_VERSIONS = ("0.32.0",)
-"""The versions that the tests ran with; others get a warning."""
+"""The tested versions; others get a warning."""
 _MAX_HELD_BLOCKS = 1 << 14
 _IDLE_WAIT_S = 0.01
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -48,17 +45,17 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass
 class NanocpMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's half sends the workers with a step."""
+    """A step's message from the scheduler's half to the workers."""
 
     work: StepWork
 
 
 class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Sends the KV of each request that comes with a ticket; it loads nothing.
+    """Sends the KV of each request with a ticket; it loads nothing.
 
     kv_connector_extra_config: `allowed`, networks that may be dialled (by default this host alone),
-    and `max_held_blocks`, blocks of ended requests that may wait to be sent. Raises ValueError,
-    with a sentence, for a model or a parallel layout whose KV it cannot send.
+    and `max_held_blocks`, blocks of ended requests that may wait to be sent. Raises ValueError for
+    a model or a parallel layout whose KV it cannot send.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -93,7 +90,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Nothing is loaded."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -123,7 +119,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.sent(connector_output.finished_sending or ())
 
     def has_pending_push_work(self) -> bool:
-        """Whether blocks of ended requests wait to be sent."""
         return self._requests is not None and self._requests.is_holding
 
     def get_finished_count(self) -> int:
@@ -230,7 +225,7 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._sender.queue(work.parts, self._computed())
 
     def _computed(self) -> Callable[[], None]:
-        """A call that returns once the KV of the step that was launched is there."""
+        """Return a call that waits for the KV of the launched step."""
         if not self._is_gpu:
             return lambda: None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -321,7 +316,7 @@ def _folder(config: Any) -> Path:
 
 
 def _networks(allowed: Any) -> list[str]:
-    """A list, or names with commas between them, as a flag has them."""
+    """Take a list, or names with commas between them, as of a flag."""
     return [name for name in allowed.split(",") if name] if isinstance(allowed, str) else allowed
 
 

@@ -1,8 +1,4 @@
-"""Where vLLM keeps a token's KV in its blocks, as views.
-
-Enters: vLLM's tensors, which it names [blocks, heads, tokens of a block, numbers of a head], in any
-order of memory. Leaves: for each layer the views that PagedKv reads. Does not know: vLLM itself,
-requests, pages.
+"""vLLM's KV of a token in its blocks, as views for PagedKv, in any order of axes.
 
 Legend: B blocks, G K/V heads, S tokens of a block, E width of a head, W width of latent KV.
 """
@@ -17,7 +13,7 @@ _TILE = 16
 
 
 def latent(name: str, kv: Tensor) -> tuple[Tensor]:
-    """The layer's latent KV, [B, S, W]; raises ValueError if it is none."""
+    """Return the layer's latent KV, [B, S, W]; raises ValueError if it is none."""
     plain = kv.reshape(kv.shape[0], -1, kv.shape[-1])
     if plain.data_ptr() != kv.data_ptr() or kv.numel() != plain.numel() or kv.dim() not in (3, 4):
         raise ValueError(f"the KV of {name} is {list(kv.shape)}; it must be the latent KV of MLA")
@@ -27,10 +23,10 @@ def latent(name: str, kv: Tensor) -> tuple[Tensor]:
 def heads(
     name: str, kv: Tensor, num_heads: int, head_dim: int, kernel: str | None
 ) -> tuple[Tensor, Tensor]:
-    """The layer's keys and values, each [B, S, G, E], where several axes may be S or E.
+    """Return the layer's keys and values, each [B, S, G, E], where several axes may be S or E.
 
-    kernel: what vLLM's attention on a CPU is called; None: on a GPU, where a head's key and value
-    are side by side. Raises ValueError if the shape or the kernel is another.
+    kernel: name of vLLM's attention on a CPU; None: on a GPU, where a head's key and value are side
+    by side. Raises ValueError for another shape or kernel.
     """
     if kv.dim() != 4 or kv.shape[1] != num_heads or kv.shape[3] != 2 * head_dim:
         raise ValueError(

@@ -1,7 +1,4 @@
-"""States of Gated DeltaNet layers, from vLLM's blocks to the pages that they travel in.
-
-Enters: vLLM's tensors of these layers, a request's blocks. Leaves: pages of a state of all tokens
-of the prompt. Does not know: vLLM itself, requests, rings.
+"""Recurrent states of Gated DeltaNet layers, from vLLM's blocks to pages.
 
 Legend: B blocks, C channels of the convolution, S inputs of it that are kept, H value heads, K
 width of a key, V of a value.
@@ -20,10 +17,10 @@ from data_plane.model.attention_kinds.delta import DeltaConfig
 
 
 class StateViews(NamedTuple):
-    """Where vLLM keeps the states of one layer."""
+    """vLLM's states of one layer."""
 
     group: int
-    """vLLM's group of layers, which says in which block a request's state is."""
+    """vLLM's group of layers, which gives the block of a request's state."""
     inputs: Tensor
     """[B, S, C]: the convolution's newest inputs."""
     state: Tensor
@@ -33,10 +30,10 @@ class StateViews(NamedTuple):
 def state_views(
     name: str, kept: Sequence[Tensor], delta: DeltaConfig, dtype: torch.dtype, is_cpu: bool
 ) -> tuple[Tensor, Tensor]:
-    """The layer's inputs and states as StateViews has them, without a copy. dtype: of the rows.
+    """Return the layer's inputs and states as of StateViews, without a copy. dtype: of the rows.
 
-    kept: what vLLM's layer has: [B, S, C] or [B, C, S], and [B, H, V, K]. On a CPU its kernels take
-    the last for [B, H, K, V]. Raises ValueError if shapes or dtypes are others.
+    kept: of vLLM's layer: [B, S, C] or [B, C, S], and [B, H, V, K]. On a CPU its kernels take the
+    last for [B, H, K, V]. Raises ValueError for other shapes or dtypes.
     """
     inputs, state = kept
     wide = (delta.conv_size - 1, delta.num_channels)
@@ -60,12 +57,12 @@ def state_views(
 
 
 class StateReader:
-    """Reads states; each read overwrites the pages of the one before."""
+    """Reads states; each read overwrites the last pages."""
 
     def __init__(
         self, delta: DeltaConfig, layers: Sequence[StateViews], dtype: torch.dtype, page_bytes: int
     ) -> None:
-        """layers: in their order. dtype: of rows. page_bytes: of a page of KV."""
+        """layers: in order. dtype: of rows. page_bytes: of a page of KV."""
         self._layers = layers
         device = layers[0].state.device
         self._pool = CarryPool(delta, len(layers), 1, dtype, page_bytes, device=device)
@@ -73,7 +70,7 @@ class StateReader:
     def page(self, blocks: Sequence[Sequence[int]], num_tokens: int, number: int) -> Any:
         """Return a page of the state of a prompt's num_tokens tokens, uint8.
 
-        blocks: the request's, by group. Pages are asked for in their order: the first one reads.
+        blocks: the request's, by group. Pages come in order: the first call reads.
         """
         if number == 0:
             self._read(blocks, num_tokens)
