@@ -1,11 +1,8 @@
-"""The end of a step: the MTP layer drafts the tokens that the next step checks.
+"""Drafting at the end of a step: the MTP layer drafts the tokens for the next step to check.
 
-Enters: a window's step. Leaves: drafts of its rows. Does not know: how a step is run, what becomes
-of drafts.
-
-First the MTP layer runs at every position whose next token is known by now: those of the tokens
-that the step committed. Each further draft is a turn of one position a row, behind the draft
-before. Every instance takes all turns (protocol.md, equal width).
+First it runs at every position with a known next token: those that the step committed. Each further
+draft is a turn of one position a row, behind the last draft. Every instance takes all turns
+(protocol.md, equal width).
 """
 
 from __future__ import annotations
@@ -28,10 +25,10 @@ Guess = Callable[[Sequence[Row], Tensor], Sequence[int | None]]
 
 @inference_mode()
 def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: Guess) -> None:
-    """Let each row of the window have its drafts for the next step.
+    """Draft the window's rows for the next step.
 
-    lanes: of the instance. guess: makes drafts of rows from their logits. Raises what a wait of the
-    exchange raises.
+    lanes: of the instance. guess: makes drafts from logits. Raises what a wait of the exchange
+    raises.
     """
     used = [lanes[lane.number] for lane in window.lanes]
     last = [
@@ -48,16 +45,16 @@ def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: 
 
 
 def can_draft_alone(window: Window) -> bool:
-    """Whether a device can tell the window's next tokens without the host: the highest logits."""
+    """Return True if the window's tokens are the highest logits, so the device needs no host."""
     rows = window.live_rows()
     return bool(rows) and all(takes_highest(row.params, row.output_ids) for row in rows)
 
 
 def draft_alone(window: Window, lane: StepLane) -> list[list[int]]:
-    """Launch all turns of drafting before the host knows the step's tokens, and wait for them.
+    """Launch all turns of drafting before the host knows the step's tokens, and wait.
 
     Returns the token of the highest logit of each step row: of the step, then of each turn. Raises
-    what ended the step or a turn, if something did.
+    the error of the step or a turn.
     """
     captured: Any = lane.engine.next_step()
     for _ in range(window.plan.num_drafts):
@@ -68,7 +65,7 @@ def draft_alone(window: Window, lane: StepLane) -> list[list[int]]:
 
 
 def take_drafts(window: Window, lane: StepLane, turns: Sequence[Sequence[int]]) -> None:
-    """Let each row have what the turns drafted; the step's tokens are committed.
+    """Give each row its drafts of the turns; the step's tokens are committed.
 
     turns: for each, a token of each step row.
     """
@@ -84,7 +81,7 @@ def take_drafts(window: Window, lane: StepLane, turns: Sequence[Sequence[int]]) 
 
 
 def _at_known_tokens(lane: WindowLane, state: Any, width: int) -> dict[int, int]:
-    """Set up the first turn; returns row index -> its last step row that is live."""
+    """Set up the first turn; return row index -> its last live step row."""
     state.live[:] = False
     last = {}
     for index, row in enumerate(lane.rows):
@@ -105,7 +102,7 @@ def _take_drafts(
     turn: int,
     guess: Guess,
 ) -> None:
-    """Keep the drafts of a turn, and set up the next one; last: see `_at_known_tokens`."""
+    """Keep the drafts of a turn, and set up the next one; last: of `_at_known_tokens`."""
     state = of.engine.rows
     state.live[:] = False
     if not last:

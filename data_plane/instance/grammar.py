@@ -1,10 +1,7 @@
-"""Masks of structured output: which tokens a row may generate next.
+"""Masks of structured output: the tokens that a row may generate next.
 
-Enters: the rows' grammars and their outputs so far. Leaves: masks of the vocabulary. Does not know:
-logits, windows, where a row came from.
-
-A mask is a function of (grammar, output ids), so windows of several steps, hand-offs, preemption
-and recovery need no line here. The library's matchers are a cache of it: nothing of one travels.
+A mask is a function of (grammar, output ids), so hand-offs, preemption and recovery carry nothing
+of it. The library's matchers are a cache.
 """
 
 from __future__ import annotations
@@ -28,18 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MATCHERS = 512
-"""Matchers that are kept; the one that was not used for longest goes first."""
+"""Most kept matchers; the least recently used goes first."""
 _MAX_KEPT_MASKS = 4
-"""Masks of a row that are kept; the oldest goes first."""
+"""Most kept masks of a row; the oldest goes first."""
 _MAX_COMPILED = 64
-"""Grammars whose matcher is kept; the one that was not used for longest goes first."""
+"""Most grammars with a kept matcher; the least recently used goes first."""
 
 
 class _Progress:
-    """A matcher, how many ids it has eaten, and the latest masks.
+    """A matcher, the ids that it has consumed, and the latest masks.
 
-    The mask of a draft is that of the next step's token in its place, if the drafts before are
-    right: it is made once.
+    The mask of a right draft is the next step's, so it is made once.
     """
 
     __slots__ = ("drafts", "has_failed", "masks", "matcher", "num_sure")
@@ -47,38 +43,36 @@ class _Progress:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.num_sure = 0
-        """Output ids that it has eaten."""
+        """Consumed output ids."""
         self.drafts: list[int] = []
-        """Ids that it has eaten behind them, which were drafts then."""
+        """Consumed ids behind them, which were drafts."""
         self.has_failed = False
         self.masks: OrderedDict[int, np.ndarray] = OrderedDict()
-        """Number of eaten ids -> the mask after them."""
+        """Number of consumed ids -> the mask after them."""
 
     @property
     def num_eaten(self) -> int:
-        """Ids that the matcher has eaten."""
         return self.num_sure + len(self.drafts)
 
     def mask_after(self, row: MaskedRow) -> np.ndarray | None:
-        """The mask after the row's ids, if it was made."""
+        """Return the kept mask after the row's ids, if any."""
         mask = self.masks.get(row.num_ids)
         ids = row.ids_from(self.num_sure)
         return mask if mask is not None and self.drafts[: len(ids)] == ids else None
 
     def eat(self, row: MaskedRow) -> None:
-        """Let the matcher eat the row's ids behind those that it has eaten."""
+        """Consume the row's further ids."""
         if ids := row.ids_from(self.num_eaten):
             self.matcher.consume_tokens(ids)
         self.num_sure, self.drafts = len(row.output_ids), list(row.drafts)
 
     def keep(self, mask: np.ndarray) -> None:
-        """Keep the mask after the eaten ids."""
         self.masks[self.num_eaten] = mask.copy()
         if len(self.masks) > _MAX_KEPT_MASKS:
             self.masks.popitem(last=False)
 
     def go_back(self, row: MaskedRow) -> bool:
-        """Give back drafts that the row has not taken; whether that could be done."""
+        """Undo drafts that the row has not taken; True if that worked."""
         if row.num_ids < self.num_sure:
             return False  # not the row that it was: its outputs only grow
         pairs = enumerate(zip(self.drafts, row.ids_from(self.num_sure), strict=False))
@@ -95,7 +89,7 @@ class _Progress:
 
 
 class MaskedRow(NamedTuple):
-    """What a mask is a function of, and whose it is."""
+    """The arguments of a mask, and its row."""
 
     request_id: int
     attempt: int
@@ -107,11 +101,10 @@ class MaskedRow(NamedTuple):
 
     @property
     def num_ids(self) -> int:
-        """Output ids and drafts."""
         return len(self.output_ids) + len(self.drafts)
 
     def ids_from(self, begin: int) -> list[int]:
-        """The ids from a place on; what lies before it is not read."""
+        """Return the ids from a place on, without reading earlier ones."""
         num_outputs = len(self.output_ids)
         return [*self.output_ids[begin:], *self.drafts[max(begin - num_outputs, 0) :]]
 
@@ -129,22 +122,21 @@ class GrammarMasks:
         self._only_eos = np.packbits(only_eos, bitorder="little").view(np.uint32)
         self._kept: OrderedDict[tuple[int, int, str], _Progress] = OrderedDict()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        """Matchers that have eaten nothing, by grammar."""
+        """Fresh matchers by grammar."""
         self._thread = ThreadPoolExecutor(1, "grammar masks")
 
     def begin(self, rows: Sequence[MaskedRow]) -> Future[Tensor]:
-        """Start to compute `masks`; the library bounds how long one takes.
+        """Start to compute `masks`, which the library bounds in time.
 
         The rows' outputs must not change until it is done.
         """
         return self._thread.submit(self.masks, rows)
 
     def masks(self, rows: Sequence[MaskedRow]) -> Tensor:
-        """[rows, vocabulary] bool: the tokens that may come after each output.
+        """Return [rows, vocabulary] bool: the tokens that may come after each output.
 
-        When the grammar is complete, only end-of-sequence tokens remain. None is left where nothing
-        leads to a complete output, or where it costs too much to find. Not to be called while a
-        `begin` is under way.
+        After a complete grammar only end-of-sequence tokens remain. None is left if no way to a
+        complete output is found. Not to be called during a `begin`.
         """
         packed = np.zeros((len(rows), self._num_words), np.uint32)
         for row, words in zip(rows, packed, strict=True):
@@ -155,7 +147,7 @@ class GrammarMasks:
         return torch.from_numpy(bits.view(np.bool_))
 
     def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
-        """Set the bits of the tokens that the row's grammar allows; none if it has failed."""
+        """Set the bits of the row's allowed tokens; none if its grammar has failed."""
         key = row.request_id, row.attempt, row.grammar
         known = self._kept.pop(key, None)
         if known is not None and (mask := known.mask_after(row)) is not None:
@@ -203,7 +195,7 @@ class GrammarMasks:
 def load_grammar_masks(
     checkpoint: Path, vocab_size: int, eos_ids: Sequence[int]
 ) -> GrammarMasks | None:
-    """The masks for a checkpoint; None without a tokenizer or an end-of-sequence token.
+    """Return a checkpoint's masks; None without a tokenizer or an end-of-sequence token.
 
     Takes about a second for a large vocabulary.
     """

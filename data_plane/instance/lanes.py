@@ -1,8 +1,6 @@
-"""The lanes of a window: their rows and routes, and generators that take turns (overlap.md).
+"""The lanes (micro-batches) of a window: rows, routes, and generators that take turns (overlap.md).
 
-Enters: an instance's table, whether the window has two lanes, a step for each lane. Leaves: steps
-that run in one thread, one computing while the other awaits its peers. Does not know: what a step
-computes, who chose the lanes.
+One lane computes while the other awaits its peers, in one thread.
 """
 
 from __future__ import annotations
@@ -17,27 +15,27 @@ from nanocp.values.table import InstanceTable
 
 Result = TypeVar("Result")
 Waiting = Generator[tuple[Awaited, ...], None, Result]
-"""Yields puts of which one must arrive before it can go on."""
+"""Yields puts, of which one must arrive before it goes on."""
 
 
 class WindowLane(NamedTuple):
-    """The rows and links that one step of a window runs."""
+    """The rows and links of one step of a window."""
 
     number: int
     rows: list[Row]
     """The row at each row index."""
     q_route: list[list[int]]
-    """[peer][slot] -> request id of what is sent there."""
+    """[peer][slot] -> request id to send."""
     res_route: list[list[int]]
-    """[peer][slot] -> request id of what comes from there."""
+    """[peer][slot] -> request id to receive."""
 
 
 def window_lanes(
     table: InstanceTable, rows: Sequence[Row], two_lanes: bool
 ) -> tuple[WindowLane, ...]:
-    """Each lane of a window. rows: those of the table, in its order.
+    """Return each lane of a window. rows: of the table, in its order.
 
-    With one lane, rows and links of both lanes are in lane 0.
+    With one lane, lane 0 has all rows and links.
     """
     if not two_lanes:
         return (WindowLane(0, [*rows], table.q_route, table.res_route),)
@@ -50,7 +48,7 @@ def window_lanes(
 
 
 def run_waiting(steps: Waiting[Result], exchange: Exchange) -> Result:
-    """Run a generator to its end, blocking until one of the puts that it awaits is here.
+    """Run a generator to its end, blocking until one of its awaited puts is here.
 
     Raises what a wait of the exchange raises.
     """
@@ -64,7 +62,7 @@ def run_waiting(steps: Waiting[Result], exchange: Exchange) -> Result:
 
 
 def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> int:
-    """Run the lanes' steps to their end; returns what `in_turns` returns.
+    """Run the lanes' steps to their end as `in_turns` does, and return its result.
 
     Raises what a wait of the exchange raises.
     """
@@ -74,11 +72,11 @@ def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> int:
 def in_turns(
     lanes: Sequence[Iterator[Awaited]], arrived: Callable[[Awaited], bool]
 ) -> Waiting[int]:
-    """Run the lanes' steps in turns; yields what they await when none of them can go on.
+    """Run the lanes' steps in turns; yield their awaited puts when none can go on.
 
-    Of those that can, the one that is behind goes on. Whoever resumes this must have waited until
-    one of the puts is here: a peer may await this instance in the other lane. Returns nanoseconds
-    in which a lane computed while the other one awaited a put that was not here when this began.
+    The one that is behind goes first. The caller resumes once one put is here: a peer may await
+    this instance in the other lane. Returns nanoseconds in which a lane computed while the other
+    awaited a missing put.
     """
     hidden_ns = 0
     awaited: dict[int, Awaited | None] = dict.fromkeys(range(len(lanes)))

@@ -1,8 +1,4 @@
-"""From logits to the tokens of rows, with their log probabilities and masks of structured output.
-
-Enters: rows, logits of the model. Leaves: a token for each row. Does not know: steps, passes, which
-kind of member samples.
-"""
+"""From logits to the tokens of rows, with log probabilities and masks of structured output."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ from nanocp.values.sampling import TokenLogprobs
 
 
 def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tensor] | None:
-    """Start the masks of the rows that have a grammar; None if none has one.
+    """Start the masks of the rows with a grammar; None if there is none.
 
-    They need the outputs so far only, so they are made while the rows' logits are computed.
+    They need only the outputs so far, so they run beside the step.
     """
     if masks is None:
         return None
@@ -32,10 +28,10 @@ def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tenso
 def sample(
     rows: Sequence[Row], logits_BV: Tensor, allowed_MV: Tensor | None, draw: Draw = inverse
 ) -> list[tuple[int, TokenLogprobs | None]]:
-    """The next token of each row, and its log probabilities if the row wants them.
+    """Return each row's next token, and its log probabilities if wanted.
 
-    logits_BV: [rows, vocabulary] fp32. allowed_MV: what `begin_masks` started; None if nothing.
-    draw: see `sample_rows`.
+    logits_BV: [rows, vocabulary] fp32. allowed_MV: of `begin_masks`, if any. draw: as of
+    `sample_rows`.
     """
     masks = None
     if allowed_MV is not None:
@@ -66,10 +62,10 @@ def sample(
 def sample_drafts(
     rows: Sequence[Row], logits_BV: Tensor, masks: GrammarMasks | None, draw: Draw
 ) -> list[int | None]:
-    """The next draft of each row: what the sampler would make of these logits.
+    """Return each row's next draft as the sampler would draw it from these logits.
 
-    Rows that draw by a race draw drafts with the same clocks. Others take the most likely token:
-    drawn drafts are hardly better there. None for a row whose grammar breaks off at its drafts.
+    Rows that draw by a race use the same clocks; others take the most likely token, which is hardly
+    worse. None: the row's grammar breaks off at its drafts.
     """
     constrained = [index for index, row in enumerate(rows) if row.params.constraint]
     allowed, broken = None, set[int]()

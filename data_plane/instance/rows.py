@@ -1,8 +1,4 @@
-"""The rows of one MoE binding: what each request has generated, and what goes to the next owner.
-
-Enters: RowStarts, hand-offs, sampled tokens. Leaves: tokens for the front ends, ended rows,
-hand-off states. Does not know: KV, tensors, the exchange.
-"""
+"""The rows of one MoE binding: each request's generated tokens, and its hand-off state."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ from nanocp.wire.rows import decode_row_input
 
 @dataclass(slots=True)
 class Row:
-    """One request's state at its MoE binding; a hand-off carries all of it.
-
-    See protocol.md, hand-offs.
-    """
+    """One request's state at its MoE binding; a hand-off carries all (protocol.md, hand-offs)."""
 
     request_id: int
     position: int
@@ -32,31 +25,29 @@ class Row:
     front_end: str
     output_ids: list[int] = field(default_factory=list)
     prompt_ids: array[int] = field(default_factory=lambda: array("q"))
-    """`RowInput.prompt_ids` as an array, because the sampler reads it at every step."""
+    """`RowInput.prompt_ids` as an array, for the sampler at every step."""
     finished: bool = False
     is_broken_off: bool = False
-    """Whether the row's grammar has failed: its next token ends it, and the output is not complete.
-    """
+    """True if the row's grammar has failed: its next token ends an incomplete output."""
     attempt: int = 0
     page_hash: bytes = b""
-    """`RowInput.page_hash`."""
     page_ids: list[int] = field(default_factory=list)
-    """Token ids in the page of `position`, up to it; empty if nobody asks for hashes."""
+    """Token ids in the page of `position`, up to it; empty without hashes."""
     written: WrittenPage | None = None
-    """The page that the last token filled, if it did and somebody asks."""
+    """The page that the last token filled, if hashes are wanted."""
     drafts: list[int] = field(default_factory=list)
     """Guesses of the tokens after `token`. They do not travel: the first step has none."""
 
     @classmethod
     def start(cls, start: RowStart) -> Row:
-        """The row of a request that begins at this instance."""
+        """Return the row of a request that begins here."""
         return cls._from(
             start.request_id, start.position, decode_row_input(start.row_start), finished=False
         )
 
     @classmethod
     def received(cls, state: HandOffState) -> Row:
-        """A row that another instance handed over."""
+        """Return a row that another instance handed over."""
         return cls._from(state.request_id, state.position, state.row, state.finished)
 
     @classmethod
@@ -78,7 +69,7 @@ class Row:
         )
 
     def handed_over(self) -> HandOffState:
-        """The row's state, for the instance that gets the row."""
+        """Return the row's state for its next instance."""
         row = RowInput(
             self.token,
             self.params,
@@ -92,7 +83,7 @@ class Row:
         return HandOffState(self.request_id, self.finished, self.position, row)
 
     def num_live(self, num_drafts: int) -> int:
-        """Input tokens of the next step: the known one, and drafts that may still come."""
+        """Return the next step's input tokens: the known one, and drafts that may still come."""
         if self.finished:
             return 0
         return min(1 + min(len(self.drafts), num_drafts), self.num_left)
@@ -103,11 +94,11 @@ class Row:
         return self.params.max_tokens - len(self.output_ids)
 
     def step_token(self, offset: int) -> int:
-        """The input token of the next step at an offset: the known one at 0, then the drafts."""
+        """Return the next step's input token at an offset: the known one at 0, then the drafts."""
         return self.drafts[offset - 1] if 0 < offset <= len(self.drafts) else self.token
 
     def _turn_page(self) -> None:
-        """The next token belongs to the same page, or the page before it is full."""
+        """Begin the next page if the current one is full."""
         page, offset = divmod(self.position, PAGE_SIZE)
         if offset == 0:
             self.page_hash = next_page_hash(self.page_hash, self.page_ids)
@@ -120,7 +111,7 @@ class Row:
     ) -> Token:
         """Commit one sampled token at the end of a step; the row stops if it was the last.
 
-        See protocol.md, step commit. num_drafts: see Token.
+        This is protocol.md's step commit. num_drafts: as of Token.
         """
         self.output_ids.append(token_id)
         reason = None

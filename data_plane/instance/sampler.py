@@ -1,9 +1,8 @@
 """Sampling: the next token of each row, a pure function of its logits, parameters and token ids.
 
-Enters: logits of the live rows. Leaves: token ids. Does not know: other rows. A row's token is the
-same in any batch, at any CP degree and on any instance, up to fp32 rounding of its logits. Controls
-mean what they mean in vLLM, and apply in its order: bad words, min_tokens, logit_bias, penalties,
-temperature, min-p, top-k, top-p. What a grammar forbids none of them allows.
+A row's token is the same in any batch, at any CP degree and on any instance, up to fp32 rounding of
+its logits. Controls mean what they mean in vLLM, and apply in its order: bad words, min_tokens,
+logit_bias, penalties, temperature, min-p, top-k, top-p. A grammar's bans hold over all.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from nanocp.values.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 _LOGITS_TOKENS = 64
 """Tokens of a prompt whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
 _NUCLEUS_GUESS = 512
-"""Top-p looks at this many most likely tokens before it looks at all."""
+"""Most likely tokens that top-p looks at before all others."""
 _NUM_CLASSES = 1024
-"""Classes of probability that top-p counts a flat distribution by."""
+"""Classes of probability by which top-p counts a flat distribution."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 Draw = Callable[[Tensor, int, int], int]
-"""From a distribution, [vocabulary] fp64, a seed and the token's index to a token."""
+"""A function from a distribution, [vocabulary] fp64, a seed and the token's index to a token."""
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on (seed, index) only.
+    """Return a number in [0, 1) that depends on (seed, index) only.
 
-    A counter needs no state that could be lost in a hand-off (protocol.md, hand-offs).
+    A counter has no state that a hand-off could lose (protocol.md, hand-offs).
     """
     return (_bits(seed, index) >> 11) / (1 << 53)
 
 
 def _bits(seed: int, index: int) -> int:
-    """64 random bits of (seed, index)."""
+    """Return 64 random bits of (seed, index)."""
     words = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little")
 
@@ -52,11 +51,11 @@ def inverse(probability_V: Tensor, seed: int, index: int) -> int:
 
 
 def race(probability_V: Tensor, seed: int, index: int) -> int:
-    """Draw the token whose exponential clock rings first; clocks tick as the tokens are likely.
+    """Draw the token whose exponential clock rings first; likelier tokens' clocks tick faster.
 
-    The clocks depend on (seed, index, token) only. So two distributions that are alike mostly draw
-    the same token: (1 - tv) / (1 + tv) of the time at least, where tv is how much they differ
-    (arXiv 2408.07978).
+    The clocks depend on (seed, index, token) only. So two distributions draw the same token with a
+    probability of at least (1 - tv) / (1 + tv), where tv is their total variation distance (arXiv
+    2408.07978).
     """
     ids = probability_V.nonzero().squeeze(1)
     # splitmix64 of the token's number, begun at bits of (seed, index).
@@ -74,10 +73,10 @@ DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}
 
 
 class RowMasks(NamedTuple):
-    """What grammars allow."""
+    """The masks of grammars."""
 
     rows: Sequence[int]
-    """Rows that have a grammar, ascending."""
+    """Ascending rows with a grammar."""
     allowed_MV: Tensor
     """[these rows, vocabulary] bool: the tokens that may come next, at least one each."""
 
@@ -90,12 +89,11 @@ def sample_rows(
     masks: RowMasks | None = None,
     draw: Draw = inverse,
 ) -> list[int]:
-    """The next token of each row.
+    """Return the next token of each row.
 
-    logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
-    generated. prompts: `penalized_prompt_ids` of each row. masks: what the grammars of some rows
-    allow; None if no row has one. draw: how a row of a temperature draws. A row of temperature 0
-    takes the highest logit, the lowest token id of equal ones.
+    logits_BV: [rows, vocabulary] fp32, not changed. outputs: each row's generated tokens. prompts:
+    `penalized_prompt_ids` of each row. masks: None if no row has a grammar. draw: for rows with a
+    temperature. A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     allowed, masked = {}, {}
@@ -126,9 +124,9 @@ def sample_rows(
 def token_logprobs(
     logits_BV: Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs]:
-    """Log probabilities of one token of each row and of the row's num_top most likely tokens.
+    """Return log probabilities of each row's token and of its num_top most likely tokens.
 
-    logits_BV: [rows, vocabulary] fp32, as the model made them, before any control.
+    logits_BV: [rows, vocabulary] fp32 of the model, before any control.
     """
     logprob_BV = logits_BV.log_softmax(dim=-1)
     own = logprob_BV.gather(1, _ids(token_ids)[:, None]).squeeze(1).tolist()
@@ -148,7 +146,7 @@ def report_prompt(
 ) -> None:
     """Report log probabilities of a prompt's tokens, a bounded number at a time.
 
-    hidden_TX: the rows after the last layer whose next tokens are `next_ids`. logits: makes [T,
+    hidden_TX: the last layer's rows, whose next tokens are `next_ids`. logits: makes [T,
     vocabulary] fp32 of such rows.
     """
     for begin in range(0, len(next_ids), _LOGITS_TOKENS):
@@ -157,9 +155,9 @@ def report_prompt(
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """The next token's distribution: temperature, then min-p, then top-k, then top-p.
+    """Return the next token's distribution: temperature, then min-p, then top-k, then top-p.
 
-    Returns [vocabulary] fp64. The temperature must be above 0.
+    It is [vocabulary] fp64. The temperature must be above 0.
     """
     # Relative to the highest, so that a temperature near 0 cannot overflow.
     scores = (logits_V - logits_V.max()).double() / params.temperature
@@ -177,7 +175,7 @@ def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
-    """The fewest most likely tokens that reach top_p, at least one: [vocabulary] bool."""
+    """Return the fewest most likely tokens that reach top_p, at least one: [vocabulary] bool."""
     # A few tokens mostly reach top_p. Sorting a large vocabulary would take longer than the rest of
     # the sampler.
     top, order = probability_V.topk(min(_NUCLEUS_GUESS, len(probability_V)))
@@ -190,10 +188,10 @@ def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
 
 
 def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
-    """`_is_in_nucleus` for any distribution, in time that grows with the vocabulary only.
+    """Return `_is_in_nucleus` for any distribution, in time linear in the vocabulary.
 
-    Tokens are counted by the logarithm of their probability. Only those of the class in which top_p
-    is reached are sorted, the lowest token id first of equal ones.
+    Tokens are counted by the logarithm of their probability. Only the class in which top_p is
+    reached is sorted, the lowest token id first of equal ones.
     """
     log_V = probability_V.log()
     highest, lowest = log_V.max(), log_V[probability_V > 0].min()
@@ -211,10 +209,7 @@ def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
 
 
 def takes_highest(params: SamplingParams, output: Sequence[int]) -> bool:
-    """Whether a row's next token, and any after it, is that of the highest logit, and no more.
-
-    output: the tokens that the row has generated.
-    """
+    """Return True if the row's tokens from now on are those of the highest logits."""
     is_free = not params.constraint and params.logprobs is None
     return is_free and params.temperature == 0 and not _has_controls(params, output)
 
@@ -237,10 +232,10 @@ def controlled_logits(
     prompt: Sequence[int],
     mask_V: Tensor | None = None,
 ) -> Tensor:
-    """A copy of one row's logits after the controls that also apply to greedy sampling.
+    """Return one row's logits after the controls that apply to greedy sampling too.
 
-    mask_V: [vocabulary] bool, what the row's grammar allows. If the other controls leave nothing of
-    it, they do not count.
+    mask_V: [vocabulary] bool, the grammar's. If the other controls leave nothing of it, they do not
+    count.
     """
     controlled = _controlled(logits_V, params, output, prompt)
     if mask_V is None:
@@ -280,7 +275,7 @@ def _controlled(
 
 
 def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
-    """Whether the output ends with all of the word but its last token."""
+    """Return True if the output ends with all of the word but its last token."""
     num_before = len(word) - 1
     return num_before <= len(output) and tuple(output[len(output) - num_before :]) == tuple(
         word[:-1]
@@ -288,5 +283,5 @@ def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
 
 
 def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
-    """An index tensor of the ids. An array is not copied."""
+    """Return an index tensor of the ids. An array is not copied."""
     return torch.from_numpy(np.asarray(token_ids, np.int64))

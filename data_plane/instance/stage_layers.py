@@ -1,6 +1,7 @@
-"""The layers of a stage and their KV: where they are, what of it is filled, how they move.
+"""The layers of a stage and their KV: places, filled tokens, and moves.
 
-Before a layer computes a span, its KV is there up to the span, and no further, or it is an error.
+Before a layer computes a span, its frames must hold KV of every earlier position, and of no later
+one: a layer that runs twice or not at all, and missing or stale KV, are errors by name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LayerStore(Protocol):
 
 
 class StageLayers:
-    """The layers that a stage has in one term, from those of the start on."""
+    """The layers of a stage. Subclasses read and write frames."""
 
     def __init__(
         self,
@@ -69,9 +70,9 @@ class StageLayers:
     # --- calls
 
     def progress(self) -> None:
-        """Take KV that arrived, and send what finds a place. Never blocks.
+        """Take arrived KV, and send as much as finds a place. Call it when idle; never blocks.
 
-        Raises PeerLost if the connection has ended by which KV was to come.
+        Raises PeerLost if the connection of coming KV has ended.
         """
         sources = set(self.source_of.values()) if self.coming else ()
         lost = [source for source in sources if self._mover.has_lost(source)]
@@ -114,7 +115,6 @@ class StageLayers:
 
     @property
     def is_moving(self) -> bool:
-        """Whether KV of layers is to be sent or to come: `progress` has something to do."""
         return self._unreported_moves is not None
 
     # --- what is filled
@@ -176,7 +176,7 @@ class StageLayers:
                 raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
 
     def _take_place(self, layer: int, place: int) -> None:
-        """Give the layer a place, unless it has it: then the KV that it has there is kept."""
+        """Give the layer a place; if it has it already, its KV there is kept."""
         if self.place_of.get(layer) == place:
             return
         for other, taken in list(self.place_of.items()):

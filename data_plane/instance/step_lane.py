@@ -1,7 +1,4 @@
-"""What an instance asks of the code that runs its steps: one step for each lane.
-
-Enters: nothing. Leaves: protocols. Does not know: what a step computes.
-"""
+"""The interface of steps for an instance: one step for each lane (micro-batch)."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from nanocp.values.experts import ExpertTable
 
 
 class Step(Protocol):
-    """What runs a step: CpuStep (step/cpu.py) or GpuStep (step/gpu.py)."""
+    """A step: CpuStep (step/cpu.py) or GpuStep (step/gpu.py)."""
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a step awaits without the host; None if none. For any thread."""
+        """The instance that a step awaits without the host, or None. For any thread."""
 
     def check(self) -> None:
-        """Raise what ended the last step, if something did."""
+        """Raise the error of the last step, if any."""
 
     def meet(self, peers: Sequence[int]) -> None:
         """Set the other instances of the term."""
@@ -32,28 +29,28 @@ class Step(Protocol):
         """Set the place of each expert, between two terms."""
 
     def logits_of(self, rows: list[int]) -> Tensor:
-        """[rows, vocabulary] fp32: the last step's logits of these step rows."""
+        """Return [rows, vocabulary] fp32: the last step's logits of these step rows."""
 
 
 class DraftingStep(Step, Protocol):
     """A step of a model whose MTP layer drafts."""
 
     def draft_logits_of(self, rows: list[int]) -> Tensor:
-        """[rows, vocabulary] fp32: the MTP layer's logits of these step rows."""
+        """Return [rows, vocabulary] fp32: the MTP layer's logits of these step rows."""
 
     def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
-        """The next turn takes the MTP layer's rows at these places."""
+        """Put these MTP rows at these places in the next turn."""
 
 
 class DeviceDraftingStep(DraftingStep, Protocol):
     """A step that can draft before the host knows its tokens: GpuStep."""
 
     def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
-        """The highest logit's token of each step row: of the step, then of each turn behind it."""
+        """Return the highest logit's token of each step row: of the step, then of each turn."""
 
 
 class StepLane(NamedTuple):
-    """What runs the steps of one lane: tables, regions and epochs of its own."""
+    """The step of one lane, with its tables, regions and epochs."""
 
     engine: GraphEngine
     step: Step

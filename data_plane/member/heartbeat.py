@@ -1,8 +1,4 @@
-"""A member's heartbeat: a thread that sends a few times a second, whatever the member computes.
-
-Enters: a function that sends one beat. Leaves: calls of it until `close`. Does not know: what a
-beat says, who counts them.
-"""
+"""A member's heartbeat: a thread that sends several times a second, also during computation."""
 
 from __future__ import annotations
 

@@ -191,10 +191,7 @@ class DecodeLoop(TermLoop):
             self._between_steps()
 
     def _await_full_plan(self, window: int) -> InstancePlan:
-        """Wait for the full table of this window, the only one that can be applied now.
-
-        Tickets are handled meanwhile (protocol.md, table digests).
-        """
+        """Wait for this window's full table, and handle tickets (protocol.md, table digests)."""
         limit_ms = self._limits.plan_timeout_ms
         deadline = time.monotonic() + limit_ms / 1000
         while self._full_plan is None:

@@ -211,7 +211,7 @@ def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:
 
 
 def sentence(error: BaseException) -> str:
-    """The error for an operator: a user's mistake is its own sentence, others have their type."""
+    """Return the error for an operator: a user's mistake is a sentence, others have types."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,12 +1,7 @@
 """One stream to the controller for all instances of a node, carried by a process of its own.
 
-Enters: the streams of this node's instances, at an address of this machine; one stream from the
-controller. Leaves: every message of one side for the other, in order, those of a moment together.
-Does not know: what a message means, but for the report of a window, which waits a moment for the
-reports of the other instances.
-
-The process is no instance, so an instance that dies takes no other stream with it. If this process
-dies, all its instances lose their streams: another process takes its place, and theirs.
+So an instance that dies takes no other stream with it. If this process dies, another takes its
+place, and other processes those of its instances.
 """
 
 from __future__ import annotations
@@ -41,11 +36,11 @@ from nanocp.wire.members import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 16_384
-"""Messages down that an instance may leave unread here."""
+"""Most unread messages for an instance."""
 _REPORT_WAIT_S = 0.002
-"""Longest time that the report of a window waits for those of the other instances."""
+"""Longest wait of a window's report for those of the other instances."""
 _BEATS = 4
-"""Heartbeats in the time after which the controller takes a silent node for lost."""
+"""Heartbeats within the time after which a silent node is lost."""
 
 
 class NodeStreams:
@@ -54,16 +49,16 @@ class NodeStreams:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._down: dict[int, asyncio.Queue[bytes | None]] = {}
-        """By open stream: messages for its instance; None ends the stream."""
+        """Messages for an instance, by open stream; None ends it."""
         self._up: list[FromStream] = []
         self._num_reports = 0
-        """Reports of windows among the messages up that wait."""
+        """Waiting reports of windows."""
         self._may_send = asyncio.Event()
 
     async def attach(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Carry an instance's stream: a handler of gRPC for Controller.AttachInstance."""
+        """Carry an instance's stream: a gRPC handler of Controller.AttachInstance."""
         metadata = dict(context.invocation_metadata())
         number = next(self._numbers)
         opened = Opened(metadata.get(NAME, ""), metadata.get(SECRET, ""))
@@ -79,7 +74,7 @@ class NodeStreams:
             self._send(FromStream(number))
 
     def deliver(self, item: ToStream) -> None:
-        """Take a message of the controller for one stream; that of an ended stream is dropped."""
+        """Queue the controller's message for one stream; drop it if the stream has ended."""
         queue = self._down.get(item.stream)
         if queue is None:
             return
@@ -91,7 +86,7 @@ class NodeStreams:
             queue.put_nowait(None)
 
     async def messages(self, beat_s: float) -> AsyncIterator[FromNode]:
-        """What goes up: all that waits, together; a heartbeat after beat_s without anything."""
+        """Yield the messages up, those of a moment together; a heartbeat after beat_s."""
         while True:
             try:
                 async with asyncio.timeout(beat_s):
@@ -116,7 +111,7 @@ class NodeStreams:
                 queue.put_nowait(None)
 
     def _send(self, item: FromStream, is_report: bool = False) -> None:
-        """Queue a message up. A report waits until every open stream has one, but not for long."""
+        """Queue a message up. A report waits shortly for one of every open stream."""
         self._up.append(item)
         self._num_reports += is_report
         if not is_report or self._num_reports >= len(self._down):
@@ -128,7 +123,7 @@ class NodeStreams:
 def run_node_streams(spec: MemberSpec) -> None:
     """Carry the streams of a node's instances until the controller ends its stream.
 
-    Raises ControllerLost if no controller answers, OSError if the address cannot be listened at.
+    Raises ControllerLost if no controller answers, OSError if it cannot listen at the address.
     """
     limits = spec.config.limits
     limit_ms = limits.start_timeout_ms

@@ -1,8 +1,6 @@
 """The loop of a stage of a pipeline: drives it by the controller's messages, sends its tokens.
 
-Enters: passes, layer moves and prompts from the controller. Leaves: reports of passes and moves to
-the controller, tokens to the front ends. Does not know: how the stage works. What a stage reports
-of a pass is a WindowDone; the last stage's says that the pass is over.
+A stage reports a pass by WindowDone; the last stage's ends the pass.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from nanocp.values.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.values.plan import WindowDone
 
 _WAIT_MS = 2.0
-"""Longest single wait for hidden rows or tokens: KV and messages are looked for in between."""
+"""Longest single wait for hidden rows or tokens, between looks for KV and messages."""
 
 
 class StageLoop(TermLoop):
-    """Drives one stage, in one term after the other."""
+    """Drives one stage, term after term."""
 
     def __init__(
         self,
@@ -41,9 +39,9 @@ class StageLoop(TermLoop):
         super().__init__(link, tokens, segments, limits)
         self._stage = stage
         self._items: deque[PassPlan | LayerMoves | StagePrompt] = deque()
-        """What is to run, in its order: at most the passes that are in flight."""
+        """Work to run, in order: at most the passes in flight."""
         self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
-        """What it waited for since its last report, by cause."""
+        """Waits since the last report, by cause."""
 
     def _join(self, join: Join) -> Ready:
         meet(self._segments, join)

@@ -1,8 +1,4 @@
-"""What drives a member with an instance or a stage: terms, and messages of the controller.
-
-Enters: the controller's messages. Leaves: what the member reports; tokens for the front ends. Does
-not know: what the member computes, what a message of a term means to it.
-"""
+"""The loop of a member with an instance or a stage: terms, and the controller's messages."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ LOOK = object()
 
 
 class TermLoop(ABC):
-    """Joins one term after the other, and does its work in them. One thread, the caller's."""
+    """Joins one term after the other, and works in them. One thread, the caller's."""
 
     def __init__(
         self, link: ControllerLink, tokens: TokenStreams, segments: Segments, limits: LimitsConfig
@@ -59,12 +55,11 @@ class TermLoop(ABC):
         """Forget the term, which is over."""
 
     def _left(self) -> Left:
-        """What is said once the term is forgotten."""
         return Left()
 
     @abstractmethod
     def _renew(self) -> None:
-        """Give up ends that were made for a term which will not be."""
+        """Give up ends of a term that will not begin."""
 
     @abstractmethod
     def join(self) -> None:
@@ -73,9 +68,8 @@ class TermLoop(ABC):
     def run(self) -> None:
         """Work until the controller asks for a shutdown, which raises ShutdownRequested.
 
-        A term that is over is left, and the next one joined. If a wait for a peer fails, the
-        controller decides whether the term ends. Any other exception is a failure of the member,
-        or ControllerLost.
+        After a term it joins the next. If a wait for a peer fails, the controller decides whether
+        the term ends. Any other exception is a failure of the member, or ControllerLost.
         """
         limit_s: float | None = self._limits.start_timeout_ms / 1000
         while True:
@@ -94,7 +88,7 @@ class TermLoop(ABC):
             self._send(self._left())
 
     def forget_term(self) -> None:
-        """Abandon the term, and all that belongs to it: its controller is lost."""
+        """Abandon the term: its controller is lost."""
         self._leave()
 
     def _begin(self, join: Join, number: int) -> None:
@@ -107,7 +101,7 @@ class TermLoop(ABC):
         self._send(self._join(join))
 
     def _await_join(self, limit_s: float | None) -> tuple[Join, int]:
-        """Wait for the next term; what came for an earlier one is dropped."""
+        """Wait for the next term; messages of earlier ones are dropped."""
         while True:
             try:
                 envelope: Any = self._link.inbox.get(timeout=limit_s)
@@ -128,7 +122,7 @@ class TermLoop(ABC):
     def _suspect(self, error: ExchangeError) -> None:
         """Report a failed wait, and wait until the term is over.
 
-        Raises the error if the controller does not end the term in a bounded time.
+        Raises the error if the controller does not end the term in bounded time.
         """
         is_gone = isinstance(error, PeerLost)
         message = f"{type(error).__name__}: {error}"
@@ -147,7 +141,6 @@ class TermLoop(ABC):
         self._link.send(message, self._segments.term.number)
 
     def _take_all(self) -> None:
-        """Take the messages that are here."""
         while True:
             try:
                 self._take(self._link.inbox.get_nowait())
@@ -188,7 +181,7 @@ def _log_dropped(envelope: Envelope) -> None:
 
 
 def wake(link: ControllerLink) -> None:
-    """Let a loop that waits for a message look again."""
+    """Wake a loop that waits for a message."""
     try:
         link.inbox.put_nowait(LOOK)
     except Full:

@@ -1,9 +1,6 @@
 """Tokens on their way from an instance to the front ends, one stream to each.
 
-Enters: tokens, batched per step. Leaves: the same, by gRPC. Does not know: clients.
-
-A front end that is slow or gone never stalls the step. What it cannot take is dropped, and the
-requests that lost tokens are named.
+A slow or lost front end never stalls the step: its tokens are dropped, and their requests named.
 """
 
 from __future__ import annotations
@@ -35,9 +32,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 _MAX_BATCHES = 4096
-"""Longest queue of one front end, in steps' batches of tokens."""
+"""Longest queue of one front end, in batches of a step."""
 _MAX_UNSURE_TOKENS = 65_536
-"""Tokens that may still be on their way when a stream breaks."""
+"""Most tokens that may be on their way when a stream breaks."""
 _LAST_WORD_S = 2.0
 """Longest wait for a front end to take the last tokens."""
 
@@ -52,11 +49,10 @@ class TokenStreams:
         metadata: Sequence[tuple[str, str]] = (),
         broke: Callable[[], None] = lambda: None,
     ) -> None:
-        """Streams are opened by the first token for a front end.
+        """The first token for a front end opens its stream.
 
-        metadata: each call's, with the member's name and secret, without which a front end refuses
-        it. broke: called from any thread when a stream has ended; its purpose is a call of `send`
-        even without tokens.
+        metadata: each call's, with the member's name and secret. broke: called from any thread when
+        a stream has ended, to cause a `send`, even without tokens.
         """
         self._instance = instance
         self._limits = limits
@@ -64,13 +60,13 @@ class TokenStreams:
         self._broke = broke
         self._streams: dict[str, _Stream] = {}
         self._lost: set[int] = set()
-        """Requests that may have lost tokens, of streams that were replaced."""
+        """Requests of replaced streams that may have lost tokens."""
 
     def send(self, tokens: Sequence[Token]) -> set[int]:
         """Queue a step's tokens (or none), each for its front end. Never blocks, never raises.
 
-        Returns the requests that lost tokens because a front end is too slow or its stream broke.
-        Some of them may have lost none: their last tokens arrived, and the front end knows that.
+        Returns the requests that lost tokens, or may have: their front end is too slow, or its
+        stream broke.
         """
         self._lost.update(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
@@ -89,7 +85,7 @@ class TokenStreams:
     def prompt_logprobs(
         self, request_id: int, num_top: int, front_end: str, lost: Callable[[str], None]
     ) -> PromptLogprobs:
-        """Where a prompt's log probabilities are reported: they go to the front end; never blocks.
+        """Return a prompt's sink of log probabilities, which go to the front end; never blocks.
 
         lost: called with the reason if the front end is gone or too slow.
         """
@@ -105,7 +101,7 @@ class TokenStreams:
         return PromptLogprobs(num_top, report)
 
     def close(self) -> None:
-        """Send what is queued, for a bounded time, and end the streams. Idempotent."""
+        """Send the queued tokens, for a bounded time, and end the streams. Idempotent."""
         while self._streams:
             self._streams.popitem()[1].close()
 
@@ -133,7 +129,7 @@ class _Stream:
         broke: Callable[[], None],
     ) -> None:
         self.has_dropped = False
-        """Whether it was said that tokens are dropped."""
+        """True once a message has said that tokens are dropped."""
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()
@@ -155,7 +151,7 @@ class _Stream:
         return True
 
     def take_unsure(self) -> set[int]:
-        """The requests whose tokens may not have arrived; none unless the stream has broken."""
+        """Return the requests whose tokens may be lost; none unless the stream has broken."""
         if not self._call.done():
             return set()
         unsure = set(self._unsure)
@@ -163,11 +159,11 @@ class _Stream:
         return unsure
 
     def may_be_replaced(self) -> bool:
-        """Whether the call has ended, and began long enough ago for another to be tried."""
+        """Return True if the call has ended, and began long enough ago for another try."""
         return bool(self._call.done()) and time.monotonic() - self._opened_s > self._retry_s
 
     def abandon(self) -> None:
-        """Give up a call that has ended, and gRPC's thread that still waits for its batches."""
+        """Give up an ended call, and gRPC's thread that still waits for its batches."""
         with contextlib.suppress(Empty):
             while True:
                 self._batches.get_nowait()

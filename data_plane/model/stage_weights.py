@@ -95,7 +95,7 @@ class StageWeights:
         return self._loader(self._shapes([layer]), say_nothing).layer(layer)
 
     def _experts_of(self, layer: int) -> range:
-        """All of a decoder layer; none of an MTP layer, of which a prompt needs the KV alone."""
+        """Return all experts of a decoder layer, none of an MTP layer: prompts need its KV only."""
         return self._experts if layer < self._config.num_layers else range(0)
 
     def _shapes(self, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:

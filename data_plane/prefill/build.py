@@ -118,10 +118,9 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
 
 
 def _refuse_too_large(config: Config, model: ModelConfig) -> None:
-    """Raise ValueError if the model does not fit: the system would kill the process half-way.
+    """Raise ValueError if the model exceeds the free memory: the system would kill the process.
 
-    It is compared with the memory that is free now. Instances share the rest: each loads its own
-    experts, and all of attention.
+    Instances share the rest: each loads its own experts, and all of attention.
     """
     needed = prefill_bytes(model, config.data_plane, config.cluster.bounds.max_rows)
     available = psutil.virtual_memory().available

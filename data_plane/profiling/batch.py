@@ -1,8 +1,4 @@
-"""The batches that a profile measures, and what each puts on every instance.
-
-Enters: lengths, degrees, bounds. Leaves: lists of requests with their bindings. Does not know:
-clocks, tensors, processes.
-"""
+"""The batches that a profile measures, and the load of each on every instance."""
 
 from __future__ import annotations
 
@@ -17,14 +13,12 @@ _MIN_BATCH_LEN = 128
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request that every measured step decodes one token of."""
+    """A request of which every measured step decodes one token."""
 
     length: int
     """Tokens that attention reads, the new one included."""
     kv_binding: tuple[int, ...]
-    """The instances that hold its KV; the first is the MoE binding, too.
-
-    Each holds an equal run of pages, the MoE binding the last one.
+    """The instances with equal runs of its pages; the first, with the last run, is the MoE binding.
     """
 
     @property
@@ -33,7 +27,7 @@ class BatchRequest:
         return self.kv_binding[0]
 
     def pages_of(self, instance: int) -> range:
-        """The pages that the instance holds; none if it is not in the KV binding."""
+        """Return the pages of the instance; none outside the KV binding."""
         if instance not in self.kv_binding:
             return range(0)
         num_pages, degree = -(-self.length // PAGE_SIZE), len(self.kv_binding)
@@ -41,7 +35,7 @@ class BatchRequest:
         return range(place * num_pages // degree, (place + 1) * num_pages // degree)
 
     def tokens_of(self, instance: int) -> int:
-        """Tokens that the instance's attention reads for the request."""
+        """Return the request's tokens in the instance's attention."""
         pages = self.pages_of(instance)
         return min(pages.stop * PAGE_SIZE, self.length) - pages.start * PAGE_SIZE if pages else 0
 
@@ -50,17 +44,17 @@ Batch = Sequence[BatchRequest]
 
 
 def num_frames(batch: Batch, instance: int) -> int:
-    """Frames that the batch fills on the instance."""
+    """Return the frames that the batch fills on the instance."""
     return sum(len(request.pages_of(instance)) for request in batch)
 
 
 def alone(length: int, degree: int) -> Batch:
-    """One request over the first `degree` instances: the length profile of 4.2.2."""
+    """Return one request over the first `degree` instances: the length profile of 4.2.2."""
     return (BatchRequest(length, tuple(range(degree))),)
 
 
 def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterator[Batch]:
-    """Batches without links, equal on every instance: few and many rows, short and long."""
+    """Yield batches without links, equal on every instance: few and many rows, short and long."""
     for rows in _steps(1, max_rows):
         for length in _steps(_MIN_BATCH_LEN, max_tokens // rows):
             yield [
@@ -71,7 +65,7 @@ def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterato
 
 
 def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) -> Iterator[Batch]:
-    """Batches of linked rows, equal on every instance: over two instances, then over all."""
+    """Yield batches of linked rows, equal on every instance: over two instances, then over all."""
     for degree in sorted({2, num_instances}):
         num_peers = degree - 1
         most = min(
@@ -93,7 +87,7 @@ def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) ->
 
 
 def _steps(low: int, high: int) -> list[int]:
-    """low, 4 low, 16 low, ... up to high."""
+    """Return low, 4 low, 16 low, ... up to high."""
     return (
         [low << power for power in range(0, max(high // low, 1).bit_length(), 2)]
         if high >= low

@@ -1,7 +1,6 @@
 """Instances that measure: one process each, with the service's own step, but no service.
 
-Enters: a configuration, a checkpoint, batches. Leaves: PhaseTimes of every instance. Does not know:
-what is fitted to them, files, the command line. Frames, buckets and exchange are the service's too.
+Frames, buckets and exchange are the service's too.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class LaneTimes(NamedTuple):
 
     one_us: float
     two_us: float
-    """In two lanes."""
+    """In two lanes (micro-batches)."""
     one_waited_us: float = 0.0
-    """Time of that step in which nothing could run, since no awaited put was here."""
+    """Idle time of that step: no awaited put was here."""
     two_waited_us: float = 0.0
-    """Such time in two lanes."""
+    """Idle time in two lanes."""
 
 
 class MeasuringCluster:
@@ -72,23 +71,23 @@ class MeasuringCluster:
         self._pipes = pipes
 
     def measure(self, batch: Batch, num_steps: int) -> list[PhaseTimes]:
-        """Run the batch on all instances in lock-step; the median step of each instance.
+        """Run the batch on all instances in lock-step; return each one's median step.
 
         Raises RuntimeError if an instance fails.
         """
         return self._ask("measure", batch, num_steps)
 
     def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float = 0.0) -> LaneTimes:
-        """The batch in one lane and in two, by turns; the times of the slowest instance.
+        """Run the batch in one lane and in two, alternately; return the slowest instance's times.
 
-        ns_per_byte: how long the link of each instance needs for what is put. The configuration
-        must have lanes. Raises RuntimeError if an instance fails.
+        ns_per_byte: of each instance's link. The configuration must have lanes. Raises RuntimeError
+        if an instance fails.
         """
         times = self._ask("measure_lanes", batch, num_steps, ns_per_byte)
         return LaneTimes(*map(max, zip(*times, strict=True)))
 
     def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
-        """Microseconds of a step of the batch on the slowest instance: without drafts, and with.
+        """Return microseconds of a step on the slowest instance: without drafts, and with.
 
         The configuration must have drafts. Raises RuntimeError if an instance fails.
         """
@@ -97,7 +96,7 @@ class MeasuringCluster:
         return without_us, with_us
 
     def ingest_gb_per_s(self) -> float:
-        """How fast the slowest instance copies pages into its frames, in 10^9 bytes a second."""
+        """Return the rate of page copies of the slowest instance, in 10^9 bytes a second."""
         slowest: float = min(self._ask("ingest_gb_per_s"))
         return slowest
 
@@ -112,10 +111,10 @@ class MeasuringCluster:
 def measuring(
     config: Config, checkpoint: Path, environment: Mapping[str, str]
 ) -> Iterator[MeasuringCluster]:
-    """The instances, from ready to stopped.
+    """Yield the instances, from ready to stopped.
 
-    environment: variables that they must have before they import torch. Raises RuntimeError with an
-    instance's sentence if it cannot start.
+    environment: variables before they import torch. Raises RuntimeError with an instance's sentence
+    if it cannot start.
     """
     cluster_id = secrets.token_hex(4)
     context = multiprocessing.get_context("spawn")
@@ -154,9 +153,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """One answer of every instance, in order.
+    """Return one answer of every instance, in order.
 
-    Raises RuntimeError for the first instance that fails: the others then wait for it in vain.
+    Raises RuntimeError for the first failed instance: the others wait for it in vain.
     """
     answers: dict[int, Any] = {}
     while len(answers) < len(pipes):
@@ -189,7 +188,7 @@ def _run_instance(
 
 
 class _Instance:
-    """One instance as startup/cpu.py builds it, with a clock in its step."""
+    """One instance of startup/cpu.py, with a clock in its step."""
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
@@ -250,9 +249,9 @@ class _Instance:
         self._window = 0
 
     def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
-        """The median of every phase over the steps.
+        """Return the median of every phase over the steps.
 
-        A phase that was disturbed in one step is right in another.
+        A phase that is disturbed in one step is right in another.
         """
         self._fill(num_frames(batch, self._instance))
         rows = self._load(self._lanes[0].engine, batch)
@@ -265,7 +264,7 @@ class _Instance:
 
     @torch.inference_mode()
     def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float) -> LaneTimes:
-        """The fastest step in one lane and in two, of as many that were run by turns."""
+        """Return the fastest of the steps in one lane and in two, run alternately."""
         assert isinstance(self._exchange, LateExchange), "the configuration has one lane"
         self._exchange.ns_per_byte = ns_per_byte
         self._fill(num_frames(batch, self._instance))
@@ -297,7 +296,7 @@ class _Instance:
 
     @torch.inference_mode()
     def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
-        """The fastest step without drafts and with them, of as many that were run by turns."""
+        """Return the fastest of the steps without drafts and with them, run alternately."""
         width = 1 + num_drafts
         wide = [request for request in batch for _ in range(width)]
         self._fill(num_frames(wide, self._instance))
@@ -320,7 +319,7 @@ class _Instance:
         sample_rows(step.logits_of(list(range(rows))), [_GREEDY] * rows, nothing, nothing)
 
     def _run_turn(self, rows: int, stride: int) -> None:
-        """A turn of drafting; stride: one of so many step rows is live."""
+        """Run a turn of drafting; stride: step rows to a live one."""
         engine, lane_step, _ = self._lanes[0]
         step = cast(DraftingStep, lane_step)
         engine.rows.live[:rows] = np.arange(rows) % stride == 0
@@ -329,7 +328,7 @@ class _Instance:
         step.draft_logits_of(list(range(0, rows, stride))).argmax(dim=-1)
 
     def _load(self, engine: GraphEngine, batch: Batch) -> int:
-        """Stage the batch and the state of its rows; returns how many are here."""
+        """Stage the batch and its rows' state; return the number of rows here."""
         rows = [request for request in batch if request.moe_binding == self._instance]
         self._stage(engine.stage(self._window), batch)
         engine.staged()
@@ -345,7 +344,7 @@ class _Instance:
         return len(rows)
 
     def ingest_gb_per_s(self) -> float:
-        """How fast pages are copied into the frames, in 10^9 bytes a second."""
+        """Return the rate of page copies into the frames, in 10^9 bytes a second."""
         page = np.zeros(self._frames.page_bytes, np.uint8)
         frames = range(min(_INGEST_PAGES, self._frames.scratch_slot // PAGE_SIZE))
         begin_ns = time.perf_counter_ns()
@@ -356,13 +355,12 @@ class _Instance:
         return gb_per_s
 
     def _fill(self, count: int) -> None:
-        """Write noise into the first `count` frames: memory never written is read too fast."""
+        """Write noise into the first `count` frames: unwritten memory is read too fast."""
         if count > self._num_filled:
             self._frames.layers[:, self._num_filled : count].uniform_(-0.5, 0.5)
             self._num_filled = count
 
     def _stage(self, tables: StepTables, batch: Batch) -> None:
-        """The tables that DecodeInstance would stage for such a plan."""
         here = self._instance
         tables.num_rows[0] = 0
         tables.num_sent[:] = 0

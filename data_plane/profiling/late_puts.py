@@ -1,7 +1,4 @@
-"""An exchange whose puts arrive late, as over a link that takes time.
-
-Enters: a latency, a rate. Leaves: an Exchange (transport/exchange.py). Does not know: who measures.
-"""
+"""An exchange whose puts arrive late, as over a slow link."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ _LONG_SLICE_NS = 100_000_000
 
 
 def let_others_in() -> None:
-    """From now on a thread that wakes up on this thread's processor runs at once.
+    """Let threads that wake up on this thread's processor run at once from now on.
 
-    Linux lets it wait for the rest of a slice, a millisecond or more. A network card does not wait
-    for compute, and so a thread that stands for one must not either. A thread of longer slices is
-    interrupted by one of shorter slices; its share of the processor stays. Linux before 6.12 has no
-    such slices and changes nothing. Threads that were started before keep theirs. In a process with
-    a real-time priority (`chrt -f 10`, for a busy machine) this thread takes the one below.
+    Linux lets them wait for the rest of a slice, a millisecond or more, but a thread in place of a
+    network card must not wait. A thread of longer slices is interrupted by one of shorter slices;
+    its share of the processor stays. Linux before 6.12 has no such slices. Threads started before
+    keep theirs. In a process with a real-time priority (`chrt -f 10`, for a busy machine) this
+    thread takes the one below.
     """
     policy = os.sched_getscheduler(0)
     if policy in (os.SCHED_FIFO, os.SCHED_RR):
@@ -41,26 +38,26 @@ def let_others_in() -> None:
 
 
 class LateExchange(ShmExchange):
-    """An end of the exchange that publishes each put when a link would have carried it.
+    """An end of the exchange that publishes each put after the time of a link.
 
-    The sender goes on at once. The puts keep their order. From the first late put on, the thread
-    that publishes interrupts the sender (`let_others_in`). Latency and rate change only while no
-    put is on its way.
+    The sender goes on at once; puts keep their order. From the first late put on, the publishing
+    thread interrupts the sender (`let_others_in`). Latency and rate change only while no put is on
+    its way.
     """
 
     late_s = 0.0
     """The link's latency."""
     ns_per_byte = 0.0
-    """How long the link, which carries one put after the other, needs for a byte."""
+    """The link's time for a byte; it carries one put after the other."""
     _free_s = 0.0
-    """When the link has carried all that was put."""
+    """The time at which the link has carried all puts."""
     _link: int | None = None
     """class LateLink of data_plane/native/late.h."""
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region later; see Exchange.put.
+        """Publish the region later.
 
-        Raises NativeUnavailable if this machine cannot compile the thread that publishes.
+        Raises NativeUnavailable if this machine cannot compile the publishing thread.
         """
         if not (self.late_s or self.ns_per_byte):
             super().put(channel, target, epoch, num_rows)
@@ -93,11 +90,10 @@ class LateExchange(ShmExchange):
         )
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Only the flag that a peer raises: what this end puts is late."""
+        """Return only the flag that a peer raises: this end's puts are late."""
         return Flags(None, super().flags(channel, peer, epoch).incoming)
 
     def close(self) -> None:
-        """Drop what is on its way, and close; see Exchange.close."""
         if self._link is not None:
             self._end_link(self._link)
             self._link = None

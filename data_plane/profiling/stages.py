@@ -1,11 +1,8 @@
-"""All stages of a pipeline in one thread, and what each pass takes of each one's processor.
+"""All stages of a pipeline in one thread, with each pass's processor time at each.
 
-Enters: passes and layer moves from whoever plans them, prompts. Leaves: what stages report, with
-times. Does not know: who plans, how times are judged. Links and rings are those of a service.
-
-Stages in one process cannot wait for a core, so times do not depend on what else a machine does as
-much as a clock on the wall would. `makespan_us` says how long a pipeline takes in which each stage
-has a core.
+Stages in one process never wait for a core, so processor times depend little on other load;
+`makespan_us` computes the time of a pipeline with a core for each stage. Links and rings are a
+service's.
 """
 
 from __future__ import annotations
@@ -31,18 +28,18 @@ _Stage = StageEdge[CpuStageModel]
 
 @dataclass(slots=True)
 class PassTime:
-    """What one pass took, in microseconds of processor time."""
+    """The times of one pass, in microseconds of processor time."""
 
     number: int
     after: int
-    """The first stage begins once it has the tokens of this pass and of all before; -1: at once."""
+    """The first stage waits for the tokens of this pass and of all before; -1: for none."""
     spans: tuple[Span, ...]
     stage_us: list[float]
-    """For each stage; with what it did about moving layers since its last pass."""
+    """For each stage, with its moves of layers since its last pass."""
     layers_us: list[float] = field(default_factory=list)
-    """Each layer but the model's last, which is cut short if nothing is sampled."""
+    """Each layer but the model's last, which is cut short without sampling."""
     sample_us: float = 0.0
-    """0 if nothing is sampled."""
+    """0 without sampling."""
 
     @property
     def layer_us(self) -> float:
@@ -52,7 +49,7 @@ class PassTime:
 
 @dataclass(slots=True)
 class MoveTime:
-    """What KV that moved took, in microseconds of the processors of both ends."""
+    """The time of moved KV, in microseconds of both ends' processors."""
 
     number: int
     is_mark: bool
@@ -79,10 +76,9 @@ class TimedStages:
         num_stages: int,
         slowness: Sequence[float] | None = None,
     ) -> None:
-        """Load all stages. Raises what `build` does.
+        """Load all stages. Raises as build_stage does.
 
-        build: loads the stage of a number; see startup.stage.build_stage. slowness: for each stage,
-        what its processor's time counts: 2 is a host of half the speed.
+        slowness: factor of each stage's processor time: 2 is a host of half the speed.
         """
         self._cluster_id = f"profile-{secrets.token_hex(4)}"
         segments = Segments(self._cluster_id)
@@ -120,7 +116,7 @@ class TimedStages:
             timed.items.append(item)
 
     def run(self) -> Iterator[PassDone | LayersMoved | StageWorked]:
-        """Run every stage until it waits for something; yields what they report."""
+        """Run every stage until it must wait; yields their reports."""
         has_gone_on = True
         while has_gone_on:
             has_gone_on = False
@@ -134,7 +130,7 @@ class TimedStages:
             time.sleep(_IDLE_S)  # for weights that another thread reads
 
     def _go_on(self, number: int, timed: _Timed) -> bool:
-        """Run one stage until it waits; returns whether it has ended an item."""
+        """Run one stage until it waits; returns True if it has ended an item."""
         begin_ns = time.thread_time_ns()
         if timed.running is None and timed.items:
             timed.running = timed.stage.run(timed.items[0])
@@ -154,7 +150,7 @@ class TimedStages:
         return has_ended
 
     def _time_parts(self, number: int, stage: _Stage) -> None:
-        """Take the time of layers, of sampling, and of what moves."""
+        """Time a stage's layers, sampling, and moves."""
 
         def timed(part: Callable[..., Any], add: Callable[..., None]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
@@ -192,7 +188,7 @@ def _timed_parts(stage: _Stage) -> tuple[tuple[object, str], ...]:
 
 
 def makespan_us(passes: Sequence[PassTime]) -> float:
-    """How long these passes take if each stage has a core and messages take no time."""
+    """Return the time of these passes if each stage has a core and messages take no time."""
     free_us = [0.0] * len(passes[0].stage_us)
     done_us: list[float] = []
     for each in passes:

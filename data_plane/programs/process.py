@@ -1,8 +1,7 @@
 """A member as a plain process: `python -m data_plane.programs.process`.
 
-Enters: a pickled MemberSpec on standard input, after a SpareSpec in a spare. Leaves: exit status 0
-after a shutdown, else 1, with a sentence on standard error unless the controller has it. Does not
-know: who started the process.
+Standard input has a pickled MemberSpec, after a SpareSpec in a spare. It exits with 0 after a
+shutdown, else with 1 and a sentence on standard error unless the controller has it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from nanocp.logs import configure
 
 
 def run_member(spec: MemberSpec, make: Make | None = None) -> None:
-    """Run the member that the spec names until the controller asks for a shutdown.
+    """Run the spec's member until the controller asks for a shutdown.
 
     make: makes the instance, in a process that was a spare.
     """

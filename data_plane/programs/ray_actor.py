@@ -1,7 +1,6 @@
 """A member as a Ray actor: the only file of the data plane that knows Ray.
 
-Enters: a MemberSpec. Leaves: None after a shutdown, else the member's exception. Does not know:
-steps. Ray places, starts, watches and stops members; nothing of a step passes through it.
+Ray places, starts, watches and stops members; nothing of a step passes through it.
 """
 
 from __future__ import annotations
@@ -18,28 +17,25 @@ from nanocp.logs import configure
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class MemberActor:
-    """Runs a member. Ray never restarts it: the controller decides what takes its place."""
+    """Runs a member. Ray never restarts it: the controller chooses its replacement."""
 
     def __init__(self) -> None:
         self._make: Make | None = None
 
     def prepare(self, spec: SpareSpec) -> None:
-        """Load what every instance needs, once; `run` is then asked for one."""
+        """Load all that no instance owns, once, for a later `run`."""
         if self._make is None:
             configure(spec.config.service.log_format, spec.config.service.log_level, "spare")
             self._make = spec.prepare()
 
     def run(self, spec: MemberSpec) -> None:
-        """Run the member until the controller asks for a shutdown.
-
-        Ray's own threads answer Ray meanwhile.
-        """
+        """Run the member until the controller asks for a shutdown; other threads answer Ray."""
         configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
         run_member(spec, self._make)
 
 
 def _release(spec: MemberSpec) -> None:
-    """Remove what the cluster has left in the shared memory and at the sockets of this node."""
+    """Remove the cluster's shared memory and sockets on this node."""
     unlink_cluster(spec.cluster_id)
     if spec.carrier:
         Path(spec.carrier.removeprefix("unix:")).unlink(missing_ok=True)

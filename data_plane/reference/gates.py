@@ -1,11 +1,7 @@
-"""The gates of the reference model: where they were near a tie, and the other choice there.
+"""The gates of the reference model: their near-ties, and the other choice there.
 
-Enters: a `transformers` model, with or without gates. Leaves: hooks on its gates. Does not know:
-logits, verdicts.
-
-A gate's scores are fp32 sums, and the last bits of a sum depend on its order. Where two experts, or
-two groups, are closer than that, either choice is right, and the texts after the two choices
-differ.
+The last bits of a gate's fp32 sums depend on their order. Where two experts or groups are closer
+than that, both choices are right, and their texts differ.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ import torch
 from torch import Tensor
 
 GATE_NEAR_TIE = 2e-6
-"""Scores this close are tied: five times the difference seen between two orders of summation.
-
-docs/log.md has the measurement.
+"""Scores this close are tied: five times the seen difference of two orders of summation
+(docs/log.md).
 """
 
 
@@ -37,7 +32,7 @@ class ReferenceGates:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.near_ties: list[GateDecision] = []
-        """The near-ties of all forwards since the list was last cleared, in the order of layers."""
+        """Near-ties of all forwards since the list was last cleared, by layer."""
         self.decided_otherwise: Set[GateDecision] = frozenset()
         """Near-ties in which the next forwards take the other choice."""
         routers = [
@@ -65,9 +60,9 @@ class ReferenceGates:
 
 
 def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
-    """The choice if all that was chosen had scored GATE_NEAR_TIE less.
+    """Return the choice if all chosen had scored GATE_NEAR_TIE less.
 
-    Returns [tokens, experts per token].
+    It is [tokens, experts per token].
     """
     choice: Tensor = scores if _is_softmax(router) else scores + router.e_score_correction_bias
     has_groups = hasattr(router, "topk_group") and getattr(router, "topk_method", None) != "greedy"
@@ -84,7 +79,7 @@ def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def _is_softmax(router: Any) -> bool:
-    """Whether scores are a softmax: `transformers` gives only gates of sigmoids a bias."""
+    """Return True for softmax scores: in `transformers` only gates of sigmoids have a bias."""
     return not hasattr(router, "e_score_correction_bias")
 
 

@@ -1,8 +1,6 @@
 """The oracle: one `transformers` forward over prompt and output judges every greedy token.
 
-Enters: a checkpoint, token ids. Leaves: verdicts. Does not know: any code that serves; so it cannot
-share a fault with it. `transformers` is imported when an Oracle is made: only the demo and tests
-need it.
+It shares no code with serving, so no fault either. Only the demo and tests need `transformers`.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ import torch
 from data_plane.reference.gates import GateDecision, ReferenceGates
 
 NEAR_TIE = 1e-5
-"""A token is also right if its logit is this close to the highest.
-
-The last bits of an fp32 sum depend on its order.
-"""
+"""A token is also right if its logit is this close to the highest: fp32 sums depend on order."""
 _ATTENTION = "sdpa_of_equal_widths"
 _SCALE = "_scale_inv"
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
@@ -32,29 +27,28 @@ _MAX_TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the reference model says of one output."""
+    """The reference model's judgement of one output."""
 
     num_tokens: int
     first_wrong: int | None
-    """Index of the first token that is not the reference's; None if all are right."""
+    """Index of the first wrong token, or None."""
     near_ties: int
     """Near-ties that the output decided otherwise than the reference.
 
-    Tokens that are not the argmax, but within NEAR_TIE of it; and choices of the reference's gates
-    that were within GATE_NEAR_TIE of another, and had to be taken the other way for the output to
-    be right.
+    These are tokens within NEAR_TIE of the argmax, and gates' choices within GATE_NEAR_TIE of
+    another that had to be taken the other way for the output to be right.
     """
 
     @property
     def exact(self) -> bool:
-        """Every token is right, and there is one."""
+        """True if every token is right, and there is one."""
         return self.first_wrong is None and self.num_tokens > 0
 
 
 def _attention(
     module: Any, query: Any, key: Any, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[Any, None]:
-    """`transformers`' sdpa, with values padded to the width of the keys.
+    """Run `transformers`' sdpa, with values padded to the width of the keys.
 
     torch's kernel that keeps no scores needs equal widths, which MLA does not have.
     """
@@ -67,9 +61,9 @@ def _attention(
 
 
 def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
-    """The reference model, which is told what `transformers` does not read as it is published.
+    """Load the reference model, with repairs for published folders.
 
-    It wants a float where Ling publishes -5, has no name for Kimi-K2, whose rules are
+    `transformers` wants a float where Ling publishes -5, has no name for Kimi-K2, whose rules are
     DeepSeek-V3's, and de-quantises FP8 with another package, by blocks of other sizes.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -93,7 +87,7 @@ def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
 
 
 def _plain_weights(checkpoint: Path, block: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder; FP8 ones are multiplied with the scale of their block."""
+    """Return every tensor of a folder; FP8 ones are multiplied with their blocks' scales."""
     from safetensors.torch import load_file
 
     stored: dict[str, torch.Tensor] = {}
@@ -142,21 +136,22 @@ def _limited_experts(
 
 
 Distance = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-"""How far each token of an output is from the one that its logits ask for: ([output, vocabulary],
-output ids) -> [output], 0 where it is that one."""
+"""The distance of each output token from its logits' choice: ([output, vocabulary], output ids) ->
+[output], 0 for that choice.
+"""
 
 
 def below_highest(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tensor:
-    """A Distance for greedy outputs: how far each token's logit is below the highest."""
+    """Return a greedy output's Distance: each token's logit below the highest."""
     chosen = logits.gather(1, torch.tensor(output_ids)[:, None]).squeeze(1)
     return logits.max(dim=-1).values - chosen
 
 
 class Oracle:
-    """The reference model, loaded once, in fp32; torch has one thread in its process from then."""
+    """The reference model, loaded once, in fp32; torch then has one thread in its process."""
 
     def __init__(self, checkpoint: str | Path) -> None:
-        """Raises what `transformers` raises if it cannot read the checkpoint."""
+        """Raises as `transformers` does if it cannot read the checkpoint."""
         import transformers
 
         # On a busy machine two threads, which wait for each other, took 20 times as long.
@@ -175,7 +170,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
-        """[output, vocabulary]: row i is what token i of the output was chosen from."""
+        """Return [output, vocabulary]: row i decides token i of the output."""
         ids = torch.tensor([[*prompt_ids, *output_ids[:-1]]])
         logits: torch.Tensor = self._model(
             ids, logits_to_keep=len(output_ids), use_cache=False
@@ -190,8 +185,7 @@ class Oracle:
     ) -> Verdict:
         """Judge an output, by default a greedy one. prompt_ids: at least one.
 
-        After a wrong token the rest is not judged, and its near-ties are not counted: it continues
-        another text.
+        Nothing after a wrong token is judged or counted: it continues another text.
         """
         if not output_ids:
             return Verdict(0, None, 0)
@@ -217,7 +211,7 @@ class Oracle:
         otherwise: frozenset[GateDecision],
         distance: Distance,
     ) -> tuple[Verdict, list[GateDecision]]:
-        """The verdict, and the gates' near-ties, if the gates decide `otherwise` the other way."""
+        """Return the verdict and the gates' near-ties if the gates decide `otherwise`."""
         self._gates.near_ties, self._gates.decided_otherwise = [], otherwise
         logits = self.logits(prompt_ids, output_ids)
         self._gates.decided_otherwise = frozenset()

@@ -1,8 +1,4 @@
-"""Start-up of an instance on the CPU.
-
-Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
-yet connected. Does not know: what starts it, gRPC, Ray.
-"""
+"""Start-up of an instance on the CPU."""
 
 from __future__ import annotations
 
@@ -58,10 +54,10 @@ def build_cpu_instance(
     progress: Progress,
     shared: ModelWeights | None = None,
 ) -> DecodeInstance:
-    """Build an instance on the CPU; see startup.instance.build_instance.
+    """Build an instance on the CPU, not yet connected, as startup.instance.build_instance says.
 
     shared: weights to which only the instance's experts are added. Raises ValueError also for a
-    backend of the configuration that cannot run here.
+    configured backend that cannot run here.
     """
     dtype = torch_dtype(config.data_plane)
     cluster = config.cluster

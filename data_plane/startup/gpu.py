@@ -1,8 +1,4 @@
-"""Start-up of an instance on a GPU, with a step that is captured.
-
-Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
-yet connected. Does not know: what starts it, gRPC, Ray.
-"""
+"""Start-up of an instance on a GPU, with a captured step."""
 
 from __future__ import annotations
 
@@ -65,9 +61,9 @@ _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
 def build_gpu_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """Build an instance on this machine's GPU; see startup.instance.build_instance.
+    """Build an instance on this machine's GPU, not yet connected (startup.instance.build_instance).
 
-    Raises ValueError also for a backend of the configuration that cannot run here.
+    Raises ValueError also for a configured backend that cannot run here.
     """
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config.data_plane)
     _set_queues(cluster, os.environ)
@@ -137,7 +133,7 @@ def build_gpu_instance(
 
 
 def _set_queues(cluster: ClusterConfig, environment: MutableMapping[str, str]) -> None:
-    """Give streams of instances that share a GPU a queue each, before anything asks CUDA.
+    """Give streams of instances that share a GPU a queue each, before any call of CUDA.
 
     With the driver's 8 queues a replay takes a third of the processor time (docs/use/gpu.md).
     """
@@ -155,14 +151,14 @@ def _nvshmem_obstacle(cluster: ClusterConfig, device: torch.device) -> str:
 
 
 def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
-    """What captures the steps of the lanes, and the drafting behind those of one lane."""
+    """Return the Capture of the lanes' steps, and of drafting behind those of one lane."""
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
     draft = lanes[0].step.draft if config.scheduler.num_drafts else None
     return (eager if config.data_plane.eager else CudaGraphs)(*first, *beside, draft=draft)
 
 
 def _num_slots(cluster: ClusterConfig, model: ModelConfig, dispatch: str) -> int:
-    """Slots for experts in a layer; 0: as many as there are experts, since DeepEP knows no more."""
+    """Return the slots for experts in a layer; 0, for DeepEP: as many as experts."""
     if dispatch == "deep_ep":
         return 0
     return num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
@@ -171,7 +167,7 @@ def _num_slots(cluster: ClusterConfig, model: ModelConfig, dispatch: str) -> int
 def _selected(
     config: Config, attention_choice: str, sentences: Sequence[str], weights_choice: str
 ) -> list[str]:
-    """Say for an operator what was chosen. weights_choice: empty if no weights are in FP8."""
+    """Return the choices for an operator. weights_choice: empty without FP8 weights."""
     data_plane = config.data_plane
     exchange = "exchange: cuda_ipc, peers' memory on one node"
     if data_plane.has_nvshmem:
@@ -202,7 +198,7 @@ def _both_lanes(
 
 
 def _fused_obstacle(config: Config, device: torch.device) -> str:
-    """Say why a mixture cannot be one launch here; an empty string if it can."""
+    """Return why a MoE layer cannot be one launch here; empty if it can."""
     if config.data_plane.dispatch_backend != "fused":
         return _NOT_TIMED
     return fused_obstacle(
@@ -214,10 +210,10 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
 
 
 class _Meeting:
-    """What maps the memory of a term's instances; each lane has memory of its own at every peer."""
+    """Maps the memory of a term's instances, which each lane has of its own."""
 
     nixl_ep: NixlEpExchange | None = None
-    """What the rows of experts go by, if it has connections of its own."""
+    """The exchange of experts' rows, if it has its own connections."""
 
     def __init__(
         self, config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
@@ -235,17 +231,17 @@ class _Meeting:
         ]
 
     def meet(self, seats: Sequence[int]) -> None:
-        """Begin the present term, which these instances do together. See IpcMemory.begin_term."""
+        """Begin the present term, together with these instances, as IpcMemory.begin_term does."""
         self._attach(seats, self._term.number)
         if self.nixl_ep is not None:
             self.nixl_ep.begin_term(seats)
 
     def be_alone(self) -> None:
-        """Let this instance run steps alone, before its first term; no end of a term ends them."""
+        """Let this instance run steps alone, before its first term."""
         self._attach([self._instance], NO_TERM)
 
     def part(self) -> None:
-        """Leave the term. See IpcMemory.leave."""
+        """Leave the term."""
         if self.nixl_ep is not None:
             self.nixl_ep.leave()
         for memory in self._memories:
@@ -257,7 +253,7 @@ class _Meeting:
 
 
 class _NvshmemMeeting(_Meeting):
-    """What begins the only term of instances that NVSHMEM connects."""
+    """Begins the only term of instances that NVSHMEM connects."""
 
     def _make_memories(self, config: Config, segments: Segments) -> Sequence[TermMemory]:
         self._nvshmem = load_nvshmem(segments.address)
@@ -278,7 +274,7 @@ class _NvshmemMeeting(_Meeting):
 
 
 class _DeepEpMeeting(_Meeting):
-    """What begins the only term of instances with DeepEP: it opens DeepEP's buffers too.
+    """Begins the only term of instances with DeepEP, and opens DeepEP's buffers.
 
     DeepEP needs all instances in a group of torch, also while graphs are prepared.
     """
@@ -329,7 +325,7 @@ def _meeting(
     weights: GpuWeights,
     dispatch: str,
 ) -> _Meeting:
-    """Make what begins the terms; with NIXL-EP also what the mixtures of experts go by."""
+    """Make the meeting of terms; with NIXL-EP also the exchange of experts' rows."""
     cluster, first = config.cluster, lanes[0]
     if dispatch == "deep_ep":
         return _DeepEpMeeting(config, instance, segments, first, model, weights)
@@ -344,5 +340,5 @@ def _meeting(
 
 
 def _store_path(segments: Segments) -> str:
-    """Name the file in which DeepEP's instances meet: one node, so that no port must be free."""
+    """Name the file in which DeepEP's instances meet on one node, so no port must be free."""
     return f"{tempfile.gettempdir()}/nanocp-{segments.cluster_id}-group"

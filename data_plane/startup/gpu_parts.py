@@ -1,8 +1,4 @@
-"""A step on a GPU and all that it needs, from weights and bounds.
-
-Enters: bounds, how to compute and exchange, one instance's weights. Leaves: the parts, their
-exchange not yet attached. Does not know: checkpoints, the wire, what drives them.
-"""
+"""A step on a GPU with its parts, from weights and bounds; the exchange is not yet attached."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from nanocp.config.data_plane import DataPlaneConfig
 
 
 class GpuParts(NamedTuple):
-    """A step on a GPU, and what it reads and writes."""
+    """A step on a GPU, with its memory."""
 
     step: GpuStep
     frames: FramePool
@@ -35,11 +31,11 @@ class GpuParts(NamedTuple):
     exchange: GpuExchange
     """Attach it before the first step."""
     places: RegionPlaces
-    """Where the regions of the exchange lie in a peer's memory."""
+    """The places of the exchange's regions in a peer's memory."""
 
 
 def device_of(cluster: ClusterConfig, instance: int) -> torch.device:
-    """Return the GPU of an instance: each of a node has its own, or they share what there is."""
+    """Return the GPU of an instance: each of a node has its own, or they share."""
     return torch.device("cuda", instance % cluster.instances_per_node % torch.cuda.device_count())
 
 
@@ -55,10 +51,10 @@ def gpu_parts(
 ) -> GpuParts:
     """Build a step and its parts.
 
-    weights: one instance's, on its device, where everything is allocated. timeout_ms: longest wait
-    for a peer. is_fused: whether a mixture is one launch; `weights` are placed for that. frames:
-    another lane's, which this one shares; all else, its exchange too, is this lane's own. Frames
-    that are made here have no states yet: see FramePool.carry.
+    weights: one instance's, on its device, which gets everything. timeout_ms: longest wait for a
+    peer. is_fused: a MoE layer is one launch, for which `weights` are placed. frames: of another
+    lane, to share; all else is this lane's own. New frames have no recurrent states yet
+    (FramePool.carry).
     """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None

@@ -1,8 +1,4 @@
-"""Start-up of an instance: from a checkpoint folder and a configuration to a DecodeInstance.
-
-Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
-yet connected, with a sentence for every choice made. Does not know: what starts it, gRPC, Ray.
-"""
+"""Start-up of an instance: from a checkpoint folder and a configuration to a DecodeInstance."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from nanocp.config.whole import Config
 
 
 class Prepared(NamedTuple):
-    """What a process has loaded before it knows which instance it will be."""
+    """The loaded parts that belong to no instance."""
 
     weights: ModelWeights
     """All but experts."""
@@ -31,9 +27,9 @@ class Prepared(NamedTuple):
 
 
 def prepare_instance(config: Config, checkpoint: Path) -> Callable[..., DecodeInstance]:
-    """Load what every instance on the CPU needs: returns `build_instance` for what is left.
+    """Load all that no instance owns, on the CPU; return `build_instance` for the rest.
 
-    Raises ValueError naming what is wrong with the checkpoint.
+    Raises ValueError naming the checkpoint's fault.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     prepared = Prepared(load_shared_weights(config, checkpoint), grammar_masks(config, checkpoint))
@@ -50,9 +46,8 @@ def build_instance(
 ) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
-    progress: see model.weights.Progress. prepared: a part of it that is here already. Raises
-    ValueError naming what is wrong with the checkpoint, what does not fit it, or what this machine
-    does not have.
+    It is not yet connected. prepared: loaded parts. Raises ValueError naming the checkpoint's
+    fault, the misfit, or this machine's lack.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     if config.data_plane.device == "cuda":

@@ -1,8 +1,4 @@
-"""What an instance needs in memory, computed from config.json before anything is loaded.
-
-Enters: a ModelConfig, the number of instances, bytes of an element. Leaves: bytes of weights, of
-the exchange and of a page. Does not know: files, devices.
-"""
+"""Memory need of an instance or stage, from config.json before anything is loaded."""
 
 from __future__ import annotations
 
@@ -39,20 +35,20 @@ from nanocp.values.passes import layers_of
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that each instance needs; the rest of its memory may hold frames."""
+    """Bytes of each instance; the rest of its memory may hold frames."""
 
     experts: int
     """Slots for experts, the redundant ones too, or 0."""
     other_weights: int
     """Weights that every instance has."""
     exchange: int
-    """Bytes of its regions, to receive from every peer."""
+    """Regions to receive from every peer."""
     page: int
     """One frame: a page of all layers."""
     state: int
-    """A row's state in linear attention layers, or 0."""
+    """A row's recurrent state, or 0."""
     states: int
-    """States of as many rows as there may be, or 0."""
+    """Recurrent states of all rows, or 0."""
 
     @property
     def fixed(self) -> int:
@@ -67,11 +63,11 @@ def memory_need(
     has_lanes: bool,
     stores_bf16: bool,
 ) -> MemoryNeed:
-    """Compute what each instance of the cluster needs.
+    """Return the need of each instance of the cluster of `config`.
 
-    Experts that a checkpoint has in FP8 stay so on a GPU, and with deep_gemm dense layers too.
-    stores_bf16: whether the checkpoint has its matrices in bf16, where native kernels keep them.
-    Raises ValueError if the model's KV cannot be kept in FP8.
+    Experts in FP8 stay so on a GPU, and with deep_gemm dense layers too. stores_bf16: the
+    checkpoint has its matrices in bf16, where native kernels keep them. Raises ValueError if the
+    model's KV cannot be in FP8.
     """
     num_instances, redundant = cluster.num_instances, cluster.redundant_experts
     each = item_bytes(data_plane)
@@ -111,10 +107,9 @@ def memory_need(
 
 
 def prefill_bytes(model: ModelConfig, data_plane: DataPlaneConfig, max_rows: int) -> int:
-    """Bytes of the weights and states of an embedded prefill: one process with the whole model.
+    """Return the bytes of weights and states of an embedded prefill with the whole model.
 
-    max_rows: of a stage. Of an MTP layer it has no experts. What it computes with comes on top:
-    some hundred MB after long prompts.
+    An MTP layer has no experts here. Long prompts take some hundred MB more.
     """
     each = item_bytes(data_plane)
     shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
@@ -123,9 +118,9 @@ def prefill_bytes(model: ModelConfig, data_plane: DataPlaneConfig, max_rows: int
 
 
 def check_memory(cluster: ClusterConfig, need: MemoryNeed) -> None:
-    """Check what the instances of this machine need, before anything is allocated.
+    """Check the need of this machine's instances, before anything is allocated.
 
-    Raises ValueError, naming the field and the sizes, if it is more than the machine has.
+    Raises ValueError, naming the field and the sizes, if it exceeds the machine's memory.
     """
     num_instances = min(cluster.num_instances, cluster.instances_per_node)
     frames, gb = cluster.num_frames * need.page, 1e9
@@ -140,13 +135,12 @@ def check_memory(cluster: ClusterConfig, need: MemoryNeed) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """Bytes that a stage of a pipeline needs at its start; the rest may hold frames."""
+    """Bytes of a stage of a pipeline at its start; the rest may hold frames."""
 
     weights: int
     """Weights of its layers with all experts, and of the embedding or the head."""
     rings: int
-    """Hidden rows from the stage before, or tokens from the last one, and KV of layers that move.
-    """
+    """Rings of hidden rows or tokens, and of KV of layers that move."""
     page: int
     """One frame: a page of its layers."""
 
@@ -154,7 +148,10 @@ class StageNeed:
 def stage_needs(
     model: ModelConfig, pipeline: PipelineConfig, data_plane: DataPlaneConfig, stores_bf16: bool
 ) -> list[StageNeed]:
-    """Compute what each stage of the pipeline needs. stores_bf16: see memory_need."""
+    """Return the need of each stage of the pipeline of `config`.
+
+    Raises ValueError if stages and layers do not fit.
+    """
     each = item_bytes(data_plane)
     matrix_bytes = 2 if keeps_bf16(data_plane, stores_bf16) else each
     pass_bytes = pipeline.max_pass_tokens * model.hidden_size * each
@@ -175,7 +172,7 @@ def stage_needs(
 
 
 def keeps_bf16(data_plane: DataPlaneConfig, stores_bf16: bool) -> bool:
-    """Whether instances keep a checkpoint's bf16 matrices, though they compute in fp32."""
+    """Return True if a checkpoint's bf16 matrices stay bf16 beside fp32 rows."""
     is_native = data_plane.device == "cpu" and data_plane.cpu_kernels != "torch"
     return stores_bf16 and is_native and data_plane.dtype == "float32"
 
@@ -188,10 +185,10 @@ def smallest_cluster(
     stores_bf16: bool,
     room: float,
 ) -> int | None:
-    """Find the fewest instances, from those of `cluster` on, that leave room for some frames.
+    """Return the fewest instances, from those of `config` on, that leave room for some frames.
 
-    stores_bf16: see memory_need. room: bytes for an instance's weights and frames. Returns None if
-    more instances do not help.
+    usable, reserve: bytes of an instance's memory, and of neither frames nor weights. None: more
+    instances do not help.
     """
     fewest = cluster.num_instances
     for number in range(fewest, max(model.num_experts, fewest) + 1):

@@ -1,8 +1,4 @@
-"""Parts that instances on the CPU and on a GPU have alike.
-
-Enters: Config, checkpoint folder. Leaves: parts of an instance, and sentences for an operator. Does
-not know: which of the two it is.
-"""
+"""Common parts of instances on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ def bucket_table(config: Config) -> BucketTable:
 def page_ways(
     config: Config, instance: int, segments: Segments, frames: FramePool
 ) -> tuple[tuple[PageRing, ...], PeerRings]:
-    """Make the ways pages take: a ring for each writer of the prefill, and those of peers."""
+    """Make the rings of pages: one for each writer of the prefill, and those of peers."""
     # A stage's bytes of a state are no equal share of its pages.
     num_layers = len(frames.layers) if frames.carry is None else 1
     rings = prefill_rings(config.prefill, segments, instance, frames.page_bytes, num_layers)
@@ -65,28 +61,28 @@ def page_ways(
 def term_ends(
     config: Config, instance: int, segments: Segments, layout: RegionLayout, frames: FramePool
 ) -> TermEnds:
-    """Make what an instance shares with others in a term. layout: of the exchange's regions."""
+    """Make an instance's connections in a term. layout: of the exchange's regions."""
     num_instances = config.cluster.num_instances
     exchange = ShmExchange.create(segments, instance, num_instances, layout, config.limits)
     return TermEnds(exchange, *page_ways(config, instance, segments, frames))
 
 
 def page_choice(config: Config) -> str:
-    """Say for an operator how pages travel between members."""
+    """Describe for an operator the transport of pages between members."""
     if config.data_plane.page_backend == "nixl":
         return f"pages: NIXL ({nixl_package()}), as configured"
     return "pages: as the exchange (auto)"
 
 
 class MoeBackends(NamedTuple):
-    """How the experts of an instance are run, and how rows get to them."""
+    """The kernels of an instance's experts, and the transport of their rows."""
 
     gemm: GroupedGemm | None
     """None: the loop of moe/experts.py."""
     dispatch: str
-    """What carries rows to their experts: one of DISPATCH_BACKENDS, and not auto."""
+    """One of DISPATCH_BACKENDS, and not auto."""
     schedule: MoeSchedule | None
-    """What a fused mixture runs when; None if it is not fused."""
+    """The order of work in a fused MoE layer; None if it is not fused."""
     sentences: list[str]
     """For an operator: both choices, each with its reason."""
 
@@ -98,10 +94,10 @@ def moe_backends(
     device: torch.device,
     fused_obstacle: str,
 ) -> MoeBackends:
-    """Choose the experts' GEMM and the dispatch. experts: those of this instance.
+    """Choose the experts' GEMM and the dispatch. experts: of this instance.
 
-    fused_obstacle: why a mixture cannot be one call here; empty if it can.
-    Raises ValueError naming what the configuration asks for and this device cannot do.
+    fused_obstacle: why a MoE layer cannot be one call here; empty if it can. Raises ValueError
+    naming the configured choice that this device cannot do.
     """
     data_plane, dtype = config.data_plane, torch_dtype(config.data_plane)
     if device.type == "cuda":
@@ -152,19 +148,19 @@ def _redundant(config: Config) -> str:
 
 
 def model_of(config: Config, checkpoint: Path) -> ModelConfig:
-    """The model that the configuration asks for. Raises ValueError: see ModelConfig.from_folder."""
+    """Return the configured model. Raises ValueError as ModelConfig.from_folder does."""
     return ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
 
 
 def with_carry(config: Config, checkpoint: Path) -> Config:
-    """The configuration, with the pages that a row's state takes of the model it is for."""
+    """Return the configuration with the pages of its model's recurrent states."""
     return config.with_carry(carry_pages(model_of(config, checkpoint), config.data_plane))
 
 
 def new_carry(
     config: Config, model: ModelConfig, num_frames: int, device: torch.device | str = "cpu"
 ) -> CarryPool | None:
-    """Make room for so many states; None for a model without linear attention layers.
+    """Make room for recurrent states; None for a model without linear attention layers.
 
     Raises ValueError if the configuration is not for this model, or the device has too little
     memory.
@@ -182,7 +178,7 @@ def new_carry(
 
 
 def carry_choice(model: ModelConfig, dtype: torch.dtype) -> list[str]:
-    """Say for an operator what states rows have, if the model has linear attention layers."""
+    """Describe for an operator the recurrent states of linear attention layers, if any."""
     if model.delta is None:
         return []
     return [
@@ -197,7 +193,7 @@ def torch_dtype(data_plane: DataPlaneConfig) -> torch.dtype:
 
 
 def grammar_masks(config: Config, checkpoint: Path) -> GrammarMasks | None:
-    """Load what makes masks of structured output; None if no row may have a grammar."""
+    """Load the masks of structured output; None if no row may have a grammar."""
     if not config.cluster.bounds.max_grammar_bytes:
         return None
     model = model_of(config, checkpoint)

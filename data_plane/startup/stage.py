@@ -1,8 +1,4 @@
-"""Start-up of a stage of a pipeline, on the CPU.
-
-Enters: Config, checkpoint folder, which stage of which cluster. Leaves: a stage, not yet
-connected. Does not know: what starts it, gRPC, Ray.
-"""
+"""Start-up of a stage of a pipeline, on the CPU."""
 
 from __future__ import annotations
 
@@ -42,10 +38,9 @@ def build_stage(
 ) -> StageEdge[CpuStageModel]:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
-    progress: see model.weights.Progress. max_in_flight: see RingStageLinks. ring_frames: frames of
-    one layer in a ring of KV between two stages. has_mtp: whether the MTP layer is the last one.
-    Raises ValueError naming what is wrong with the checkpoint, what does not fit it, or what this
-    machine does not have.
+    It is not yet connected. max_in_flight: as of RingStageLinks. ring_frames: frames of one layer
+    in a ring of KV between two stages. has_mtp: the MTP layer is the last. Raises ValueError naming
+    the checkpoint's fault, the misfit, or this machine's lack.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype, model = torch_dtype(config.data_plane), ModelConfig.from_folder(checkpoint, has_mtp)
@@ -65,7 +60,6 @@ def build_stage(
     max_tokens, layer_bytes = pipeline.max_pass_tokens, PAGE_SIZE * width * dtype.itemsize
 
     def ends() -> tuple[RingStageLinks, PeerRings]:
-        """In the segments' present term."""
         return (
             RingStageLinks(
                 segments, stage, num_stages, max_tokens, row, config.limits, max_in_flight
