@@ -1,8 +1,4 @@
-"""The choice of this instance's attention backend, by name or `auto`, with the reason.
-
-Legend: A attention rows, H heads, D width of a query, O width of a partial, W width of KV, F
-frames, P pages.
-"""
+"""The choice of this instance's attention backend, by name or `auto`, with the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ class AttentionSite:
     kv_dtype: torch.dtype
     """uint8: FP8 latent KV (fp8_latent.py)."""
     kind: AttentionKind
-    """The model's kind of attention, with its widths."""
 
     @classmethod
     def of(
@@ -43,10 +38,10 @@ class AttentionSite:
 def attention_backend(
     name: str, site: AttentionSite, native: Attention | None = None
 ) -> tuple[Attention, str]:
-    """Choose a backend; return it, and a sentence that says which it is and why.
+    """Choose one of ATTENTION_BACKENDS; return it, and a sentence that says which it is and why.
 
-    name: one of ATTENTION_BACKENDS. native: the attention of the CPU's compiled kernels; auto takes
-    it if there is one. Raises ValueError naming the obstacle.
+    native: attention of the CPU's compiled kernels, which auto prefers. Raises ValueError naming
+    the obstacle.
     """
     if name == "auto":
         return (native, "native, because the kernels are") if native is not None else _auto(site)
@@ -177,4 +172,4 @@ _OBSTACLES = {
     "flashmla": _flashmla_obstacle,
     "flash_attention": _flash_attention_obstacle,
 }
-"""Each backend's function that returns its obstacle at a site; an empty string if there is none."""
+"""Returns a backend's obstacle at a site, or an empty string."""

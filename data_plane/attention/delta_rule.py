@@ -1,7 +1,7 @@
-"""The gated delta rule of linear attention: a state's answer to a query, and its update by tokens.
+"""The gated delta rule of linear attention, all in fp32 (Yang et al., arXiv 2412.06464).
 
-A token decays the state S, asks it for the token's key, and adds the correction u: S' = e^decay S;
-u = beta (v - S'k); S = S' + k u; its output is Sq (Yang et al., arXiv 2412.06464). All is fp32.
+A token decays the state S, asks it for its key, and adds the correction u: S' = e^decay S; u = beta
+(v - S'k); S = S' + k u; its output is Sq.
 
 Legend: B rows, T tokens, J key heads, H value heads, K width of a key, V of a value, D decays of a
 head (1 or K).
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 _HEAD_TOKENS = 64
-"""Tokens of a piece whose products are made at once, where a head has one decay."""
+"""Tokens of a piece whose products are made at once; one decay a head."""
 _CHANNEL_TOKENS = 16
-"""Tokens of a piece where each channel has its decay: products take K times the memory."""
+"""As many for a decay a channel: products take K times the memory."""
 
 
 def of_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -56,7 +56,7 @@ def many_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Run tokens of one sequence: (outputs [T, H, V], the state after them).
 
-    All corrections of a piece of tokens solve one triangular system.
+    One triangular system gives all corrections of a piece of tokens.
     """
     size = _HEAD_TOKENS if decay_THD.shape[-1] == 1 else _CHANNEL_TOKENS
     outputs = []
@@ -79,7 +79,6 @@ def _piece(
     beta_HT: Tensor,
 ) -> tuple[Tensor, Tensor]:
     until_HTD = decay_HTD.cumsum(dim=1)
-    """Logarithm of the decay from before the piece to a token."""
     from_state = until_HTD.exp()
     beta = beta_HT[..., None]
     said_HTV = (key_HTK * from_state) @ state_HKV

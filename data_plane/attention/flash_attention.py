@@ -1,8 +1,8 @@
 """FlashAttention 3's decode over paged K/V heads as an attention backend.
 
-tests/harness/gpu_stand_ins/published_packages.py keeps its public signature, with the source.
-Unlike ours: keys and values come apart, as two views of a frame; the lse is [A, H, 1], undefined
-for a row without KV; the host reads no length, so a call can be captured.
+Its public signature: tests/harness/gpu_stand_ins/published_packages.py. Unlike ours: keys and
+values are two views of a frame; the lse is [A, H, 1], undefined for a row without KV; the host
+reads no length.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FlashAttentionHeads(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the page table, the lengths, and the flags of empty rows [A, 1].
 
-        Entries after a row's pages become 0, since the kernel may look up pages without tokens.
-        Lengths decide which rows are empty: an overflow of the lse must not pass for one.
+        Entries after a row's pages become 0, since the kernel may look them up. Lengths decide
+        about empty rows: an overflow of the lse must not pass for one.
         """
         page_P = torch.arange(frame_AP.shape[1], device=frame_AP.device)
         frame_AP = frame_AP.masked_fill(page_P * PAGE_SIZE >= length_A[:, None], 0)

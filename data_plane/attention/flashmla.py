@@ -1,10 +1,9 @@
 """FlashMLA's dense decode kernel as an attention backend.
 
-tests/harness/gpu_stand_ins/published_packages.py keeps the public signatures of both packages with
-the module flash_mla: FlashMLA from source, and the wheel sgl-flash-mla. Unlike ours: a row without
-KV gives lse +inf; the lse is [A, H, 1]; the first call with an empty FlashMLASchedMeta makes the
-schedule, on the device. So each plan holds a fresh one, and a graph's replay makes it again from
-new lengths.
+Public signatures of both packages with the module flash_mla:
+tests/harness/gpu_stand_ins/published_packages.py. Unlike ours: a row without KV gives lse +inf; the
+lse is [A, H, 1]; the first call with an empty FlashMLASchedMeta makes the schedule on the device. A
+plan holds a fresh one, so replays make it from new lengths.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Latent KV in FP8: the bytes of a token, packed and unpacked.
+"""Latent KV in FP8, in the layout of FlashMLA's FP8 cache (flash_mla_interface.py at 9241ae3).
 
-The layout is that of FlashMLA's FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at 512 +
-64), for its kernels. A token is R values in e4m3, NUM_SCALES fp32 scales, each for R / NUM_SCALES
-values, then the rotated key in bf16.
-
-Legend: R kv_lora_rank, P rope, W bytes of a token.
+A token is R values in e4m3, NUM_SCALES fp32 scales, each for R / NUM_SCALES values, then the
+rotated key in bf16; 656 bytes at 512 + 64. Legend: R kv_lora_rank, P rope, W bytes of a token.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 def lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partials of any float dtype into (output [B, H, V], lse [B, H]), both fp32.
 
-    A row whose partials are all empty becomes (0, -inf), never NaN.
+    All-empty partials become (0, -inf), never NaN.
     """
     if partial_QBHV.is_cuda:
         from data_plane.attention.triton_merge import merge_partials

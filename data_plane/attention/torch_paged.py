@@ -23,9 +23,8 @@ from nanocp.values.plan import PAGE_SIZE
 _MIN_RUN_PAGES = 8
 """Least run of adjacent frames that is read in place; shorter runs are gathered."""
 _MAX_GATHERED_PAGES = 32
-"""Most frames gathered at a time, which bounds the copy."""
 _MAX_PIECE_TOKENS = 2048
-"""Most tokens whose keys and values are read at a time, which bounds memory."""
+"""It bounds memory at any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ class AttentionPlan:
     def __init__(self, frames: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Cut the rows of a step into pieces.
 
-        frames[a]: the frames of row a by page, all full but the last. lengths[a]: its tokens on
-        this instance.
+        frames[a]: of row a by page, all full but the last. lengths[a]: its local tokens.
         """
         assert all(
             PAGE_SIZE * (len(row) - 1) < length <= PAGE_SIZE * len(row) or (not row and not length)
@@ -56,7 +54,7 @@ class AttentionPlan:
         # Several rows of one page are worth one batched call; a lone one is read in place.
         single = single if len(single) > 1 else []
         self.single_rows = torch.tensor(single, dtype=torch.int64)
-        """Rows of one page each: gathered, padded to 64 tokens and computed together."""
+        """Rows of one page each, padded to 64 tokens and computed together."""
         self.single_frames = torch.tensor([frames[row][0] for row in single], dtype=torch.int64)
         single_lengths = torch.tensor([lengths[row] for row in single], dtype=torch.int64)
         self.single_mask = torch.zeros(len(single), 1, 1, PAGE_SIZE).masked_fill_(
@@ -67,7 +65,7 @@ class AttentionPlan:
             for row, row_frames in enumerate(frames)
             if row_frames and not (single and len(row_frames) == 1)
         }
-        """Row -> its pieces, for every other row with KV."""
+        """Row -> its pieces, for every other row."""
 
 
 class KvLayout(Protocol):
@@ -105,10 +103,7 @@ class LatentKv(KvLayout):
     def attend(
         self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend with the heads of a row as the kernel's queries.
-
-        Values must be as wide as keys, so the columns after R are computed and dropped.
-        """
+        """Attend with a row's heads as the kernel's queries; columns after R are dropped."""
         kv = kv_ATW[:, None]
         out, lse = _flash(q_AHD[:, None], kv, kv, scale, mask)
         return out[:, 0, :, : self.rank], lse[:, 0]
@@ -207,8 +202,8 @@ def causal_attention(
 ) -> Tensor:
     """Attend with the last T tokens of a sequence to all of it, each to none after it: [T, H, O].
 
-    kv_UW: KV of the whole sequence. heads_of: shows each head its keys [H, U, D] and values [H, U,
-    O] of a piece. Pieces are merged by their lse; only those of the T tokens need a mask.
+    kv_UW: of the whole sequence. heads_of: shows each head its keys [H, U, D] and values [H, U, O]
+    of a piece. Pieces are merged by their lse.
     """
     begin = len(kv_UW) - len(q_THD)
     q_HTD, out_width, partials = q_THD.transpose(0, 1), 0, []
@@ -229,14 +224,14 @@ def causal_attention(
 
 
 def _of_width(x: Tensor, width: int) -> Tensor:
-    """Pad to the width that the kernel wants of queries, keys and values alike; a copy."""
+    """Pad to one width of queries, keys and values; a copy."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _flash(
     q: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernel of F.scaled_dot_product_attention by its own name: it also gives the lse."""
+    """Call F.scaled_dot_product_attention's kernel by its own name: it also gives the lse."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, key, value, 0.0, False, attn_mask=mask, scale=scale
     )
@@ -272,7 +267,6 @@ def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
 
 
 def _runs(frames: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of adjacent ascending frames: (first frame, number of frames) of each."""
     runs: list[tuple[int, int]] = []
     for frame in frames:
         if runs and sum(runs[-1]) == frame:

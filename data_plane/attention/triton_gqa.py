@@ -1,7 +1,7 @@
-"""Attention over K/V heads in Triton: the heads of a group read each page of their K/V head once.
+"""Attention over K/V heads in Triton: a group's heads read each page of their K/V head once.
 
 triton_split.py cuts the work. Legend: A attention rows, H query heads, G K/V heads, E width of a
-head, W = 2GE (keys of all K/V heads, then values), F frames, S = 64.
+head, W = 2GE (all keys, then values), F frames, S = 64.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def decode_heads_kernel(
 ):  # fmt: skip
     """Program (head tile, part): attend to the part's pages with heads of one group.
 
-    num_heads: of all QUERIES of a row, the first one's before the second's. Operands of products
-    have the dtype of the queries and KV; sums are fp32. The frame after a row's last token is read
-    too, with weight 0: its numbers are finite (FramePool).
+    num_heads: of all QUERIES of a row, query by query. Operands have the dtype of queries and KV,
+    sums are fp32. The frame after a row's last token is read too, with weight 0: its numbers are
+    finite (FramePool).
     """
     WIDTH: tl.constexpr = 2 * GROUPS * HEAD_DIM
     BLOCKS: tl.constexpr = PAGE // BLOCK_T

@@ -36,8 +36,8 @@ def merge_kernel(
 ):
     """Program (row, head): merge the partials of one head of one row.
 
-    IS_SPLIT: partials are a decode kernel's pieces, counted by row_parts; a row in one piece is
-    left alone. Else partial q of row b is number q * rows + b.
+    IS_SPLIT: partials are a decode kernel's pieces, counted by row_parts; a single one is left
+    alone. Else partial q of row b is number q * rows + b.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
@@ -95,7 +95,7 @@ def merge_splits(
 ) -> None:
     """Write the rows of out and lse that have several pieces, or none.
 
-    split [S, H, V] and lse [S, H] fp32: the pieces. row_parts [A, 2] int32: as of TritonPlan.
+    Pieces are split [S, H, V] and lse [S, H] fp32. row_parts [A, 2] int32: as of TritonPlan.
     """
     num_rows, num_heads, width = out_AHV.shape
     merge_kernel[(num_rows, num_heads)](

@@ -30,14 +30,13 @@ from data_plane.model.sizes import NUM_SCALES
 from nanocp.values.plan import PAGE_SIZE
 
 TILES_16_BIT = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)
-"""For queries of 16 bits, over frames in their dtype or in FP8."""
 TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
 """Exact, for comparisons: no tensor cores."""
 
 
 @triton.jit
 def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
-    """Compute the tile's heads once more (lo is below hi here), where a piece is stored.
+    """Compute the tile's heads again, where a piece is stored.
 
     Else the compiler keeps them in three dozen registers through the loop, and spills
     (docs/log.md).
@@ -52,8 +51,7 @@ def _load_values(
 ):  # fmt: skip
     """Load the values of a block of tokens in the dtype of products, [BLOCK_T, RANK].
 
-    A value in e4m3 is multiplied by its group's scale in fp32 and rounded once, so products are as
-    many as in 16 bits.
+    e4m3 is multiplied by its group's scale in fp32 and rounded once, so products are no more.
     """
     token, column, group = tl.arange(0, BLOCK_T), tl.arange(0, RANK), tl.arange(0, SCALES)
     values = tl.load(value_ptr + first * STRIDE + token[:, None] * STRIDE + column[None, :])
@@ -74,12 +72,11 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (head tile, part): attend to the part's pages with one tile of heads.
 
-    num_heads: of all QUERIES of a row, the first one's before the second's. Head tiles of a part
-    run side by side, so the second finds its KV in the L2 cache. Operands of products have the
-    queries' dtype; sums are fp32. The frame after a row's last token is read too, with weight 0:
-    its numbers are finite (FramePool). value_ptr, scale_ptr, k_rope_ptr: views of the same frames,
-    with STRIDE values or ROPE_STRIDE numbers of a key from token to token. In e4m3 a token has
-    SCALES scales (fp8_latent.py); else scale_ptr is not read.
+    num_heads: of all QUERIES of a row, query by query. Head tiles of a part share KV by the L2
+    cache. Operands have the queries' dtype, sums are fp32. The frame after a row's last token is
+    read too, with weight 0: its numbers are finite (FramePool). value_ptr, scale_ptr, k_rope_ptr:
+    views of the same frames, STRIDE values or ROPE_STRIDE numbers of a key apart. SCALES: of a
+    token in e4m3 (fp8_latent.py).
     """
     DOT: tl.constexpr = q_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = PAGE // BLOCK_T

@@ -1,10 +1,9 @@
 """Split-KV on a GPU: a step's KV is cut into equal parts, whose pieces of a row are merged.
 
 A kernel reads the lengths and cuts the work (`plan_parts`), so a captured step suits any lengths.
-Part p works from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once. Of
-other rows, a part p stores a first piece in slot 2p + 1 and any other in slot 2p, for the merge
-kernel. Several queries of a row (its next token and drafts) count as more heads, each with its own
-length.
+Part p works from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once; of
+others, part p stores a first piece in slot 2p + 1, any other in slot 2p. Further queries of a row,
+its drafts, count as more heads with lengths of their own.
 
 Legend: A queries (attention rows), R rows, each of as many queries, P pages, N parts.
 """
@@ -82,8 +81,7 @@ def plan_kernel(
 ):
     """Program p of num_parts + 1: write begin[p] = (row, page).
 
-    Program 0 also writes (first part, parts) of every row. Each row is ROW_COST + its pages long,
-    and the line of rows is cut evenly.
+    Program 0 also writes (first part, parts) of every row. A row's length is ROW_COST + its pages.
     """
     part = tl.program_id(0)
     row = tl.arange(0, BLOCK_A)
@@ -114,10 +112,7 @@ def store_piece(
     acc, maximum, total, row, lo, hi, pages, part, head, is_head, column, num_heads,
     slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Write columns of a piece: to the output if it is the whole row, else to the piece's slot.
-
-    A query without tokens in the piece leaves (0, -inf).
-    """
+    """Write columns of a piece: to the output if it is the whole row, else to the piece's slot."""
     total = tl.where(total == 0.0, 1.0, total)
     out = acc * (1.0 / total)[:, None]
     lse = (maximum + tl.log2(total)) * 0.6931471805599453
@@ -153,10 +148,7 @@ def row_pages(row, pages, begin_row, begin_page, end_row, end_page):
 
 @triton.jit
 def tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES: tl.constexpr):
-    """Return the lengths of a tile's heads: one number, or [BLOCK_H, 1] if a row has more queries.
-
-    query [BLOCK_H]: the query of each head.
-    """
+    """Return the lengths of a tile's heads, one or [BLOCK_H, 1]. query [BLOCK_H]: of each head."""
     if QUERIES == 1:
         lengths = length
     else:

@@ -13,11 +13,9 @@ class Bucket:
     """A captured shape; CP degrees do not change it, as a received row is one attention row."""
 
     num_rows: int
-    """This instance's rows, with padding."""
     num_received: int
-    """Received attention rows, with padding."""
     width: int = 1
-    """Step rows of a row, which read the same pages: one, and one for each draft."""
+    """Step rows of a row, with the same pages: one, and one for each draft."""
     has_links: bool = True
     """False: no row is sent or received, so attention awaits no peer."""
 
@@ -33,16 +31,14 @@ class BucketTable:
         widths: Sequence[int] = (1,),
         num_instances: int = 0,
     ) -> None:
-        """Make the buckets for up to `max_rows` step rows and `max_attention_rows` received ones.
+        """row_buckets: numbers of rows, ascending to max_rows; empty: powers of two.
 
-        row_buckets: numbers of rows, ascending to max_rows; empty: powers of two. widths: those
-        with buckets of their own; other windows run in width 1. num_instances: of the cluster, if
-        steps without links are captured apart; 0: every bucket has links. A bucket of no rows is
-        always there, so an idle instance computes no padding. Raises ValueError if row_buckets does
-        not end at max_rows.
+        widths: those with buckets of their own; other windows run in width 1. num_instances: of the
+        cluster, if steps without links are captured apart, else 0. A bucket of no rows lets an idle
+        instance compute no padding. Raises ValueError if row_buckets does not end at max_rows.
         """
         self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
-        """Step rows of the buckets of width 1."""
+        """Of the buckets of width 1."""
         if self.rows[-1] != max_rows:
             raise ValueError(
                 f"row_buckets ends at {self.rows[-1]}; it must end at max_rows ({max_rows})"
@@ -77,10 +73,9 @@ class BucketTable:
     def lookup(
         self, num_rows: int, num_received: int, width: int = 1, has_links: bool = True
     ) -> Bucket:
-        """Return the smallest bucket that holds the shape.
+        """Return the smallest bucket that holds the shape, which is within the bounds.
 
-        has_links: rows are sent or received. A shape beyond the bounds, which is never planned,
-        fails an assertion.
+        has_links: rows are sent or received.
         """
         width = width if width in self._sizes else 1
         rows, received = self._sizes[width]

@@ -39,9 +39,9 @@ class StepWithDrafts:
 class CudaGraphs:
     """The captured steps of one instance; an engine.Capture.
 
-    Steps of several lanes (micro-batches) are one graph in which the lanes fork and join. Each has
-    its stream, so one computes while the other's wait, a kernel of one block, spins. No kernel of a
-    lane may need the whole GPU. A window of one lane has its own graphs.
+    Steps of several lanes (micro-batches) are one graph in which the lanes fork and join on streams
+    of their own, so one computes while the other's wait, a kernel of one block, spins. No kernel of
+    a lane may need the whole GPU.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CudaGraphs:
     ) -> None:
         """pool, run: of lane 0. beside: of the other lanes. draft: runs the MTP layer.
 
-        Only steps of one lane draft, in buckets of windows with drafts.
+        Only steps of one lane draft.
         """
         self._lanes, self._draft = ((pool, run), *beside), draft
         self._device = pool.device
@@ -60,13 +60,12 @@ class CudaGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self.num_graphs = 0
         self.num_bytes = 0
-        """Device memory of the captures in bytes, with the driver's share."""
+        """Device bytes of the captures, with the driver's share."""
 
     def __call__(self, *contexts: GpuContext) -> Callable[[], None]:
         """Run the step once, then capture it; returns its replay.
 
-        contexts: one for each running lane, lane 0 first. The first run compiles and loads the
-        kernels; every peer must run it too.
+        contexts: one for each running lane, lane 0 first. Every peer must run the first run too.
         """
         self.warm(lambda: self._run(contexts))
         step = self.capture(*contexts)
@@ -89,7 +88,6 @@ class CudaGraphs:
         return self._captured(lambda: self._run(contexts), pools)
 
     def _captured(self, run: Callable[[], None], pools: Sequence[GpuPool]) -> Callable[[], None]:
-        """Return the replay of `run`, behind the start of these pools."""
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -111,7 +109,6 @@ class CudaGraphs:
         return replay
 
     def _run(self, contexts: Sequence[GpuContext]) -> None:
-        """Launch a step of each lane; the current stream waits for all."""
         side_streams = self._side_streams[: len(contexts) - 1]
         for stream in side_streams:
             stream.wait_stream(self._stream)

@@ -49,7 +49,6 @@ class GraphEngine:
         self._is_staged = False
         self._step: Callable[[], None] | None = None
         self.bucket = Bucket(0, 0)
-        """The bucket of the last replayed step."""
 
     @property
     def rows(self) -> RowState:
@@ -70,8 +69,8 @@ class GraphEngine:
     def stage(self, window: int, width: int = 1) -> StepTables:
         """Return the staging tables of this window, to be filled before its first `replay`.
 
-        width: step rows of each of its rows, side by side, with the same pages. Tables alternate by
-        parity: the window before may still read the other ones.
+        width: step rows of each row, side by side, with the same pages. Tables alternate by parity:
+        the last window may still read the others.
         """
         self._window, self._width = window, width
         self._is_staged = True
@@ -110,10 +109,7 @@ class GraphEngine:
 
 
 class PairedEngine:
-    """The captured steps of two lanes, each a step of both.
-
-    Both lanes run in the smallest bucket for either, so there are as many graphs as for one.
-    """
+    """The captured steps of two lanes, each a step of both, in the smallest bucket for either."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The pool on the CPU: routing tables and row state, allocated once by the bounds.
 
-Two staging copies for the host, one live copy for the steps; a bucket's context is a prefix of the
-live one. The payload pool (Q, RES) is the exchange's regions. (The paper's section 5.2.)
+The host fills two staging copies, steps read a live one; a bucket's context is a prefix of it. (The
+paper's section 5.2.)
 
 Legend: B rows, A received attention rows, N instances, L links, P pages.
 """
@@ -24,11 +24,11 @@ class LocalPages:
     """The ascending pages of attention rows in this instance's frames, also of coming tokens."""
 
     num_pages: np.ndarray
-    """[rows] int32: pages of each row; 0 for padding."""
+    """[rows] int32; 0 for padding."""
     page: np.ndarray
-    """[rows, P] int32: page numbers of each row."""
+    """[rows, P] int32."""
     frame: np.ndarray
-    """[rows, P] int32: the frame of each page."""
+    """[rows, P] int32."""
 
     @classmethod
     def empty(cls, num_rows: int, max_pages: int) -> LocalPages:
@@ -49,10 +49,7 @@ class LocalPages:
         )
 
     def fill(self, row: int, runs: Sequence[PageRun]) -> None:
-        """Set the pages of a row from its ascending runs.
-
-        Pages of coming tokens may be among them: a step reads only up to its position.
-        """
+        """Set the pages of a row from its ascending runs, perhaps with pages of coming tokens."""
         end = 0
         for run in runs:
             begin, end = end, end + run.num_pages
@@ -73,26 +70,22 @@ class StepTables:
     """The shapes, routes and pages of a window: the host writes them, its steps read them."""
 
     num_rows: np.ndarray
-    """[1] int32: number of rows without padding."""
+    """[1] int32, without padding."""
     send_row: np.ndarray
     """Q-route, [N, L] int32: the row that goes to each peer by each slot."""
     num_sent: np.ndarray
-    """[N] int32: number of links to each peer."""
+    """[N] int32, by peer."""
     num_received: np.ndarray
-    """Res-route, [N] int32: number of links from each peer.
-
-    A received row's number is the links from lower peers, plus its slot.
+    """Res-route, [N] int32, by peer; a received row's number is lower peers' links plus its slot.
     """
     tail_page: np.ndarray
     """[B] int32: the page of the row's first append in the window."""
     tail_holder: np.ndarray
     """[B, 2] int32: the holders of tail_page and of the page after it."""
     carry_frame: np.ndarray
-    """[B] int32: the row's recurrent state frame; 0 without linear attention layers."""
+    """[B] int32: of the recurrent state; 0 without linear attention layers."""
     own: LocalPages
-    """Pages of this instance's B rows."""
     received: LocalPages
-    """Pages of the A received attention rows."""
 
     @classmethod
     def empty(cls, cluster: ClusterConfig) -> StepTables:
@@ -126,11 +119,11 @@ class RowState:
     """The state of each row that every step advances."""
 
     token: np.ndarray
-    """[B] int64: input token of the next step."""
+    """[B] int64: the next step's input."""
     position: np.ndarray
-    """[B] int64: position of that token."""
+    """[B] int64."""
     live: np.ndarray
-    """[B] bool: False for rows that stopped and for padding."""
+    """[B] bool: False for stopped rows and padding."""
 
     def prefix(self, num_rows: int) -> RowState:
         """Return views of the first rows."""
@@ -147,7 +140,6 @@ class StepContext:
 
     bucket: Bucket
     tables: StepTables
-    """The live tables, cut to the bucket's rows."""
     rows: RowState
 
 

@@ -1,11 +1,10 @@
 """The pool on a GPU: tables and row state on the device, sliced by bucket as in pool_cpu.py.
 
-The host fills pinned memory. `upload` copies a window's tables to the device on a stream of its
-own, while the window before runs; a captured kernel of the window's first replay makes them live.
-Tokens, positions, live flags and the choice of staged tables are one copy before it. (The paper's
-section 5.2.)
+The host fills pinned memory. `upload` copies a window's tables to the device while the last window
+runs; a captured kernel of the first replay makes them live. Row state is one copy before it. (The
+paper's section 5.2.)
 
-Legend: B rows, A received attention rows, N instances, L links, P pages.
+Legend: pool_cpu.py's.
 """
 
 from __future__ import annotations
@@ -52,23 +51,21 @@ class GpuContext:
 
     bucket: Bucket
     num_sent: Tensor
-    """[N] int32: number of links to each peer."""
+    """[N] int32."""
     num_received: Tensor
-    """[N] int32: number of links from each peer."""
+    """[N] int32."""
     send_row: Tensor
-    """[N, L] int32: the row that goes to each peer by each slot."""
+    """[N, L] int32: StepTables.send_row."""
     own: GpuPages
-    """Pages of this instance's rows."""
     received: GpuPages
-    """Pages of the received attention rows."""
     token: Tensor
-    """[B] int64: input token of each row."""
+    """[B] int64."""
     position: Tensor
-    """[B] int64: position of that token."""
+    """[B] int64."""
     live: Tensor
-    """[B] bool: False for rows that stopped and for padding."""
+    """[B] bool."""
     carry_frame: Tensor
-    """[B] int32: StepTables.carry_frame."""
+    """[B] int32."""
     by_host: Tensor
     """[1] int64: not 0 if the host set these three up for a turn of drafting."""
 
@@ -215,7 +212,7 @@ class GpuPool:
     def upload(self, parity: int) -> None:
         """Begin to copy the host's tables into the staged ones of this parity.
 
-        The steps of the last window but one, which read these, must have ended.
+        The steps of the last window but one must have ended.
         """
         words, host, staged = self._words, self._host[parity], self._staged[parity]
         with torch.cuda.stream(self._uploads):
@@ -265,8 +262,8 @@ class GpuPool:
     ) -> tuple[Tensor, Tensor]:
         """Launch the kernel that finds the rows' append slots and lengths.
 
-        error: the exchange's error word; once it is set, every row appends to the scratch frame.
-        Returns (slots [rows] int64, lengths [rows] int32), on the device (frame_pool.LocalStep).
+        error: the exchange's error word; once set, every row appends to the scratch frame. Returns
+        (slots [rows] int64, lengths [rows] int32), on the device.
         """
         num_rows = len(pages.num_pages)
         slots = torch.empty(num_rows, dtype=torch.int64, device=self.device)
@@ -290,9 +287,9 @@ class GpuPool:
         return slots, lengths
 
     def run_route(self, context: GpuContext) -> Tensor:
-        """Launch the kernel that finds the slot of each row in the Q-route to each peer.
+        """Launch the kernel that finds each row's slot in the Q-route to each peer, or -1.
 
-        Returns [N, B] int32 on the device; -1 where the row is not sent to the peer.
+        Returns [N, B] int32 on the device.
         """
         peers, links = context.send_row.shape
         slot_NB = torch.empty(peers, context.bucket.num_rows, dtype=torch.int32, device=self.device)

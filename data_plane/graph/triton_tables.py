@@ -1,6 +1,6 @@
 """A captured step's tables in Triton: adopt the staged ones, find the rows' slots and lengths.
 
-Legend: B rows, A attention rows, N instances, L links, P pages.
+Legend: pool_cpu.py's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def adopt_kernel(
     """Copy the staged tables of a parity over the live ones; nothing if the parity is negative.
 
     staged_ptr [2, table_words], live_ptr [table_words] int32. The first small_words words are
-    copied whole; num_rows of them, from first_pages on, are the page counts of attention rows. Then
-    come max_pages pages, and then max_pages frames, for each row, of which only the used ones are
-    copied. Program p copies a block of the first words, and row p.
+    copied whole; from first_pages on they have the page counts of num_rows attention rows. Then
+    come max_pages pages of each row, then as many frames, of which used ones are copied. Program p
+    copies a block of the first words, and row p.
     """
     program = tl.program_id(0)
     parity = tl.load(parity_ptr)
@@ -74,9 +74,8 @@ def locate_kernel(
     """Find the slot of each row's new token, and the row's local length with it.
 
     Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep.
-    Pages of a row ascend, so its tail page is found by halving. Once the exchange's error word is
-    set every row appends to the scratch slot: after a failed wait, positions are those of an
-    earlier step with committed KV.
+    The tail page is found by halving. Once the exchange's error word is set every row appends to
+    the scratch slot: after a failed wait, positions are old, and their KV is committed.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
@@ -110,8 +109,8 @@ def route_kernel(
 ):
     """Find the slot of each row among those for each instance.
 
-    count_ptr [N]: number of rows to send. row_ptr [N, L]: the row in each slot. Program n writes
-    slot_ptr [N, B] int32 for instance n, -1 for a row that is not sent to it.
+    count_ptr [N], row_ptr [N, L]: the rows to send. Program n writes slot_ptr [N, B] int32 for
+    instance n, -1 for a row that is not sent.
     """
     target = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)

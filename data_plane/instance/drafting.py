@@ -1,8 +1,7 @@
 """Drafting at the end of a step: the MTP layer drafts the tokens for the next step to check.
 
-First it runs at every position with a known next token: those that the step committed. Each further
-draft is a turn of one position a row, behind the last draft. Every instance takes all turns
-(protocol.md, equal width).
+First it runs at every position that the step committed; each further draft is a turn of one
+position a row. Every instance takes all turns (protocol.md, equal width).
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ Guess = Callable[[Sequence[Row], Tensor], Sequence[int | None]]
 
 @inference_mode()
 def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: Guess) -> None:
-    """Draft the window's rows for the next step.
+    """Draft the window's rows for the next step; guess makes drafts from logits.
 
-    lanes: of the instance. guess: makes drafts from logits. Raises what a wait of the exchange
-    raises.
+    Raises what a wait of the exchange raises.
     """
     used = [lanes[lane.number] for lane in window.lanes]
     last = [
@@ -53,8 +51,8 @@ def can_draft_alone(window: Window) -> bool:
 def draft_alone(window: Window, lane: StepLane) -> list[list[int]]:
     """Launch all turns of drafting before the host knows the step's tokens, and wait.
 
-    Returns the token of the highest logit of each step row: of the step, then of each turn. Raises
-    the error of the step or a turn.
+    Returns the highest logit's token of each step row: of the step, then of each turn. Raises the
+    error of the step or a turn.
     """
     captured: Any = lane.engine.next_step()
     for _ in range(window.plan.num_drafts):

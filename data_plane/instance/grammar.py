@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MATCHERS = 512
-"""Most kept matchers; the least recently used goes first."""
+"""The least recently used goes first."""
 _MAX_KEPT_MASKS = 4
-"""Most kept masks of a row; the oldest goes first."""
+"""Of a row; the oldest goes first."""
 _MAX_COMPILED = 64
-"""Most grammars with a kept matcher; the least recently used goes first."""
+"""The least recently used goes first."""
 
 
 class _Progress:
-    """A matcher, the ids that it has consumed, and the latest masks.
-
-    The mask of a right draft is the next step's, so it is made once.
-    """
+    """A matcher, the ids that it has consumed, and the latest masks."""
 
     __slots__ = ("drafts", "has_failed", "masks", "matcher", "num_sure")
 
@@ -122,7 +119,6 @@ class GrammarMasks:
         self._only_eos = np.packbits(only_eos, bitorder="little").view(np.uint32)
         self._kept: OrderedDict[tuple[int, int, str], _Progress] = OrderedDict()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        """Fresh matchers by grammar."""
         self._thread = ThreadPoolExecutor(1, "grammar masks")
 
     def begin(self, rows: Sequence[MaskedRow]) -> Future[Tensor]:
@@ -135,8 +131,8 @@ class GrammarMasks:
     def masks(self, rows: Sequence[MaskedRow]) -> Tensor:
         """Return [rows, vocabulary] bool: the tokens that may come after each output.
 
-        After a complete grammar only end-of-sequence tokens remain. None is left if no way to a
-        complete output is found. Not to be called during a `begin`.
+        After a complete grammar only end-of-sequence tokens remain; none remains if no complete
+        output is found. Not to be called during a `begin`.
         """
         packed = np.zeros((len(rows), self._num_words), np.uint32)
         for row, words in zip(rows, packed, strict=True):
@@ -177,10 +173,7 @@ class GrammarMasks:
         known.keep(words)
 
     def _new_matcher(self, grammar: str) -> LLMatcher:
-        """A matcher that has eaten nothing. A grammar is compiled once while it is kept.
-
-        Compiling takes up to tens of milliseconds, a copy far less.
-        """
+        """Return a fresh matcher: tens of milliseconds for a grammar's first, less for a copy."""
         from llguidance import LLMatcher
 
         fresh = self._compiled.pop(grammar, None)

@@ -1,7 +1,7 @@
 """The instance's interface: the few calls by which a process or a test drives one instance.
 
 Implementations: DecodeInstance (instance/decode.py) and the fake HashInstance
-(tests/harness/hash_clusters/hash_instance.py). Synchronous, no sockets.
+(tests/harness/hash_clusters/hash_instance.py).
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class Instance(Protocol):
         """
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        """Begin another term after `leave`, with this instance's ends in it.
+        """Begin another term after `leave`, with this instance's ends; missing experts are loaded.
 
-        Missing experts are loaded. Raises ValueError if this kind of instance cannot join another
-        term, and as model.weights.load_experts does.
+        Raises ValueError if this kind of instance cannot join another term, and as
+        model.weights.load_experts does.
         """
 
     def poll(self) -> Polled:
@@ -189,9 +189,9 @@ class Instance(Protocol):
         """
 
     def restarts(self) -> list[tuple[int, int, int]]:
-        """Return (request, least, most) of the left term's rows whose recurrent states are here.
+        """Return (request, least, most): positions at which a left term's row may go on.
 
-        At these positions a row may go on with its state. Without linear attention there is none.
+        There is none without linear attention.
         """
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ class WindowLane(NamedTuple):
 
     number: int
     rows: list[Row]
-    """The row at each row index."""
     q_route: list[list[int]]
     """[peer][slot] -> request id to send."""
     res_route: list[list[int]]
@@ -75,8 +74,8 @@ def in_turns(
     """Run the lanes' steps in turns; yield their awaited puts when none can go on.
 
     The one that is behind goes first. The caller resumes once one put is here: a peer may await
-    this instance in the other lane. Returns nanoseconds in which a lane computed while the other
-    awaited a missing put.
+    this instance in the other lane. Returns nanoseconds of overlap, in which a lane computed while
+    the other awaited a missing put.
     """
     hidden_ns = 0
     awaited: dict[int, Awaited | None] = dict.fromkeys(range(len(lanes)))

@@ -15,10 +15,7 @@ from nanocp.values.sampling import TokenLogprobs
 
 
 def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tensor] | None:
-    """Start the masks of the rows with a grammar; None if there is none.
-
-    They need only the outputs so far, so they run beside the step.
-    """
+    """Start the masks of the rows with a grammar, beside the step; None if there is none."""
     if masks is None:
         return None
     wanted = [_masked_row(row) for row in rows if row.params.constraint]
@@ -30,8 +27,7 @@ def sample(
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """Return each row's next token, and its log probabilities if wanted.
 
-    logits_BV: [rows, vocabulary] fp32. allowed_MV: of `begin_masks`, if any. draw: as of
-    `sample_rows`.
+    logits_BV: [rows, vocabulary] fp32. allowed_MV: of `begin_masks`. draw: as of `sample_rows`.
     """
     masks = None
     if allowed_MV is not None:
@@ -64,8 +60,8 @@ def sample_drafts(
 ) -> list[int | None]:
     """Return each row's next draft as the sampler would draw it from these logits.
 
-    Rows that draw by a race use the same clocks; others take the most likely token, which is hardly
-    worse. None: the row's grammar breaks off at its drafts.
+    A race uses the same clocks; other rows take the most likely token. None: the row's grammar
+    breaks off at its drafts.
     """
     constrained = [index for index, row in enumerate(rows) if row.params.constraint]
     allowed, broken = None, set[int]()

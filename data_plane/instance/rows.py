@@ -17,15 +17,14 @@ class Row:
 
     request_id: int
     position: int
-    """Position of the next step's input token; once finished, of the last step's."""
+    """Of the next step's input token; once finished, of the last step's."""
     token: int
-    """The next step's input token."""
     params: SamplingParams
     stop_token_ids: frozenset[int]
     front_end: str
     output_ids: list[int] = field(default_factory=list)
     prompt_ids: array[int] = field(default_factory=lambda: array("q"))
-    """`RowInput.prompt_ids` as an array, for the sampler at every step."""
+    """An array, for the sampler at every step."""
     finished: bool = False
     is_broken_off: bool = False
     """True if the row's grammar has failed: its next token ends an incomplete output."""
@@ -36,7 +35,7 @@ class Row:
     written: WrittenPage | None = None
     """The page that the last token filled, if hashes are wanted."""
     drafts: list[int] = field(default_factory=list)
-    """Guesses of the tokens after `token`. They do not travel: the first step has none."""
+    """Guesses of the tokens after `token`; they do not travel."""
 
     @classmethod
     def start(cls, start: RowStart) -> Row:
@@ -98,7 +97,6 @@ class Row:
         return self.drafts[offset - 1] if 0 < offset <= len(self.drafts) else self.token
 
     def _turn_page(self) -> None:
-        """Begin the next page if the current one is full."""
         page, offset = divmod(self.position, PAGE_SIZE)
         if offset == 0:
             self.page_hash = next_page_hash(self.page_hash, self.page_ids)

@@ -21,7 +21,7 @@ from nanocp.values.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 _LOGITS_TOKENS = 64
 """Tokens of a prompt whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
 _NUCLEUS_GUESS = 512
-"""Most likely tokens that top-p looks at before all others."""
+"""Most likely tokens that top-p looks at first."""
 _NUM_CLASSES = 1024
 """Classes of probability by which top-p counts a flat distribution."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,15 +30,11 @@ Draw = Callable[[Tensor, int, int], int]
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return a number in [0, 1) that depends on (seed, index) only.
-
-    A counter has no state that a hand-off could lose (protocol.md, hand-offs).
-    """
+    """Return a number in [0, 1) of (seed, index) only, so a hand-off loses no state."""
     return (_bits(seed, index) >> 11) / (1 << 53)
 
 
 def _bits(seed: int, index: int) -> int:
-    """Return 64 random bits of (seed, index)."""
     words = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little")
 
@@ -51,11 +47,10 @@ def inverse(probability_V: Tensor, seed: int, index: int) -> int:
 
 
 def race(probability_V: Tensor, seed: int, index: int) -> int:
-    """Draw the token whose exponential clock rings first; likelier tokens' clocks tick faster.
+    """Draw the token whose exponential clock, of (seed, index, token), rings first.
 
-    The clocks depend on (seed, index, token) only. So two distributions draw the same token with a
-    probability of at least (1 - tv) / (1 + tv), where tv is their total variation distance (arXiv
-    2408.07978).
+    Likelier tokens' clocks tick faster. Two distributions draw the same token with a probability of
+    at least (1 - tv) / (1 + tv), where tv is their total variation distance (arXiv 2408.07978).
     """
     ids = probability_V.nonzero().squeeze(1)
     # splitmix64 of the token's number, begun at bits of (seed, index).
@@ -69,7 +64,6 @@ def race(probability_V: Tensor, seed: int, index: int) -> int:
 
 
 DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}
-"""By `data_plane.sampling`."""
 
 
 class RowMasks(NamedTuple):
@@ -78,7 +72,7 @@ class RowMasks(NamedTuple):
     rows: Sequence[int]
     """Ascending rows with a grammar."""
     allowed_MV: Tensor
-    """[these rows, vocabulary] bool: the tokens that may come next, at least one each."""
+    """[these rows, vocabulary] bool, at least one each."""
 
 
 def sample_rows(
@@ -91,9 +85,9 @@ def sample_rows(
 ) -> list[int]:
     """Return the next token of each row.
 
-    logits_BV: [rows, vocabulary] fp32, not changed. outputs: each row's generated tokens. prompts:
-    `penalized_prompt_ids` of each row. masks: None if no row has a grammar. draw: for rows with a
-    temperature. A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
+    logits_BV: [rows, vocabulary] fp32, not changed. prompts: `penalized_prompt_ids` of each row.
+    masks: None if no row has a grammar. A row of temperature 0 takes the highest logit, the lowest
+    token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     allowed, masked = {}, {}
@@ -126,7 +120,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Return log probabilities of each row's token and of its num_top most likely tokens.
 
-    logits_BV: [rows, vocabulary] fp32 of the model, before any control.
+    logits_BV: [rows, vocabulary] fp32, before any control.
     """
     logprob_BV = logits_BV.log_softmax(dim=-1)
     own = logprob_BV.gather(1, _ids(token_ids)[:, None]).squeeze(1).tolist()
@@ -146,8 +140,7 @@ def report_prompt(
 ) -> None:
     """Report log probabilities of a prompt's tokens, a bounded number at a time.
 
-    hidden_TX: the last layer's rows, whose next tokens are `next_ids`. logits: makes [T,
-    vocabulary] fp32 of such rows.
+    hidden_TX: the last layer's rows before `next_ids`. logits: makes [T, vocabulary] fp32.
     """
     for begin in range(0, len(next_ids), _LOGITS_TOKENS):
         part = slice(begin, min(begin + _LOGITS_TOKENS, len(next_ids)))
@@ -190,8 +183,8 @@ def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
 def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     """Return `_is_in_nucleus` for any distribution, in time linear in the vocabulary.
 
-    Tokens are counted by the logarithm of their probability. Only the class in which top_p is
-    reached is sorted, the lowest token id first of equal ones.
+    Only the class of probabilities in which top_p is reached is sorted, the lowest token id first
+    of equal ones.
     """
     log_V = probability_V.log()
     highest, lowest = log_V.max(), log_V[probability_V > 0].min()
@@ -234,8 +227,7 @@ def controlled_logits(
 ) -> Tensor:
     """Return one row's logits after the controls that apply to greedy sampling too.
 
-    mask_V: [vocabulary] bool, the grammar's. If the other controls leave nothing of it, they do not
-    count.
+    mask_V: [vocabulary] bool, the grammar's; controls that leave nothing of it do not count.
     """
     controlled = _controlled(logits_V, params, output, prompt)
     if mask_V is None:
@@ -275,7 +267,6 @@ def _controlled(
 
 
 def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
-    """Return True if the output ends with all of the word but its last token."""
     num_before = len(word) - 1
     return num_before <= len(output) and tuple(output[len(output) - num_before :]) == tuple(
         word[:-1]
@@ -283,5 +274,5 @@ def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
 
 
 def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
-    """Return an index tensor of the ids. An array is not copied."""
+    """Return an index tensor; an array is not copied."""
     return torch.from_numpy(np.asarray(token_ids, np.int64))

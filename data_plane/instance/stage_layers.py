@@ -1,7 +1,7 @@
 """The layers of a stage and their KV: places, filled tokens, and moves.
 
-Before a layer computes a span, its frames must hold KV of every earlier position, and of no later
-one: a layer that runs twice or not at all, and missing or stale KV, are errors by name.
+Before a layer computes a span, its frames must hold KV of exactly the earlier positions; repeated
+or left-out layers, and missing or stale KV, are errors by name.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class StageLayers:
             self._unreported_moves = None
 
     def _require_complete(self, lost: Sequence[int]) -> None:
-        """Raise PeerLost if KV is to come from one of these stages."""
         for layer, _ in self.coming:
             source = self.source_of[layer]
             if source in lost:

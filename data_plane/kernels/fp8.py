@@ -13,7 +13,6 @@ from torch import Tensor
 BLOCK = 128
 """Columns of a row that share a scale, and rows and columns of a weight."""
 _BLOCKS, _NUM_WARPS = 8, 4
-"""Blocks of a row's columns in one program, and its warps."""
 LEAST_SCALE = tl.constexpr(1e-10)
 _TMA_SCALES = 4
 """TMA takes rows of whole 16 bytes: multiples of this number of scales."""
@@ -23,7 +22,7 @@ _TMA_SCALES = 4
 def divided(x, LEAST: tl.constexpr):
     """Divide blocks of numbers [blocks, columns] by their scales: (quotients, scales [blocks]).
 
-    A block's largest number becomes e4m3's largest. LEAST: of a scale, never 0.
+    A block's largest number becomes e4m3's; no scale is below LEAST.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), 448.0), LEAST)
     return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), scale
@@ -53,10 +52,7 @@ def padded_scales(num_rows: int) -> int:
 
 
 def quantised_rows(x_BX: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows in one launch, as deep_gemm._quantise does: (values [B, X], scales [B, X / 128]).
-
-    Scales lie column by column, as TMA takes them, so DeepGEMM does not move them.
-    """
+    """Round rows in one launch: (values [B, X], scales [B, X / 128]), laid out for TMA."""
     x_BX = x_BX.contiguous()
     num_rows, num_blocks = len(x_BX), x_BX.shape[1] // BLOCK
     padded = padded_scales(num_rows)

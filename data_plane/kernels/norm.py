@@ -18,7 +18,7 @@ _BLOCK_I = 1024
 def store_normed(x, weight_ptr, normed_ptr, column, inside, row, width, eps):
     """Write a row normed. x: fp32 [BLOCK_X], zeros outside, with the precision of the rows.
 
-    As in norm.rms_norm, a row is rounded before it meets a weight that is not fp32.
+    A row is rounded before it meets a weight that is not fp32.
     """
     kind = normed_ptr.dtype.element_ty
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
@@ -36,8 +36,7 @@ def norm_kernel(
 ):  # fmt: skip
     """Program b: add up to two tensors to row b; write the sum, and the sum normed.
 
-    HAS_ROWS: row b is row row_ptr[b] (int64) of x, such as a table of embeddings. An unchanged row
-    is not written again.
+    HAS_ROWS: row b is row row_ptr[b] (int64) of x, such as a table of embeddings.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_X)

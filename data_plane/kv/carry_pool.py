@@ -1,9 +1,9 @@
 """Recurrent states of one instance's rows in linear attention layers, private to the instance.
 
-A state that has a token cannot take it again, yet an abandoned step runs again. So a state is
-folded late (protocol.md, late fold): beside it lie, by position, the newest tokens' records (decay,
-key, correction) and the convolution's last inputs. A step folds only records that `depth` newer
-tokens have followed. On a GPU kv/triton_carry.py runs the steps.
+An abandoned step runs again, but a state cannot take a token twice. So it is folded late
+(protocol.md, late fold): beside it lie, by position, the newest tokens' records (decay, key,
+correction) and the convolution's last inputs. A step folds records that `depth` newer tokens have
+followed. On a GPU kv/triton_carry.py runs the steps.
 
 Legend: B rows, T tokens, H value heads, K width of a key, V of a value, C channels, L layers.
 """
@@ -75,8 +75,8 @@ class CarryPool:
     ) -> None:
         """Allocate the frames, all zero. dtype: of rows. depth: newest tokens never folded.
 
-        page_bytes: of the pages that states travel in. held: the layers here, of num_layers; None:
-        all. Raises ValueError if the device has too little memory.
+        page_bytes: of the pages of states. held: the layers here; None: all. Raises ValueError if
+        the device has too little memory.
         """
         self.config, self.depth, self.scratch = config, depth, num_frames
         fields, layer_bytes = carry_layout(config, dtype.itemsize, depth)
@@ -116,10 +116,10 @@ class CarryPool:
         self._folded[:, frame] = num_tokens
 
     def step(self, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights) -> Tensor:
-        """Run one token of each row; returns heads' outputs, gated, [B, H, V].
+        """Run one token of each row, repeatably; returns heads' outputs, gated, [B, H, V].
 
-        x_BX: normed hidden rows. It can be repeated after an abandoned step. Raises RuntimeError if
-        a state has tokens after the row's position, or too few before it.
+        x_BX: normed hidden rows. Raises RuntimeError if a state has tokens after the row's
+        position, or too few before it.
         """
         config, (frame_B, position_B, live_B) = self.config, rows
         given, fields = config.inputs(x_BX, weights), self.layers[layer]
@@ -142,10 +142,7 @@ class CarryPool:
         return torch.where(live_B[:, None, None], o_BHV, 0.0)
 
     def _until(self, fields: CarryFields, rows: CarryRows) -> Tensor:
-        """Fold due records; return the states before the rows' tokens, [B, H, K, V].
-
-        All heads fold together, so they have one count.
-        """
+        """Fold due records; return the states before the rows' tokens, [B, H, K, V]."""
         frame_B, position_B, live_B = rows
         folded_B = fields.folded[frame_B, 0]
         num_behind_B = position_B - folded_B

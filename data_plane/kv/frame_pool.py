@@ -32,9 +32,8 @@ class FramePool:
     ) -> None:
         """Allocate the frames, all zero, since a masked read would spread a NaN.
 
-        width: elements of a token's KV in one layer, of this dtype. fp8_rank: the model's
-        kv_lora_rank if latent KV is kept in FP8 (attention/fp8_latent.py), else None. Raises
-        ValueError if the device has too little memory.
+        width: of a token's KV in one layer. fp8_rank: the model's kv_lora_rank if latent KV is in
+        FP8 (attention/fp8_latent.py). Raises ValueError if the device has too little memory.
         """
         self._fp8_rank, self._kv_width = fp8_rank, width
         if fp8_rank is not None:
@@ -54,14 +53,11 @@ class FramePool:
         self.slots = self.layers.flatten(1, 2).unbind()
         """[slots, D] for each layer; a slot is frame * 64 + offset in the frame."""
         self.carry: CarryPool | None = None
-        """Recurrent states of rows; None without linear attention layers."""
+        """None without linear attention layers."""
         self.scratch_slot = num_frames * PAGE_SIZE
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:
-        """Write each row's new token to its slot (frame * 64 + offset) of the layer.
-
-        slot_B: [B] int64. kv_BD: [B, D] latent KV.
-        """
+        """Write each row's new token to its slot of the layer. slot_B: [B] int64. kv_BD: [B, D]."""
         self.slots[layer].index_copy_(0, slot_B, self._as_kept(kv_BD))
 
     def _as_kept(self, kv: torch.Tensor) -> torch.Tensor:
@@ -76,8 +72,8 @@ class FramePool:
     ) -> None:
         """Write the first `num_tokens` tokens of a frame from a page's bytes.
 
-        payload: uint8 of [layers, 64, D] in the pool's dtype; a tensor on a GPU. It may be
-        overwritten on return. offset: bytes of the page's layers before these.
+        payload: uint8 of [layers, 64, D] in the pool's dtype, on its device. offset: bytes of the
+        page's layers before these.
         """
         data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
         layer_bytes = self.page_bytes // len(self.layers)
@@ -113,10 +109,7 @@ class FramePool:
         return self.layers[:, 0].numel() * self.layers.element_size()
 
     def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
-        """Fill the first tokens of a frame with noise that depends only on request and page.
-
-        So synthetic KV is equal at every CP degree.
-        """
+        """Fill a frame's first tokens with noise of only request and page, so of no CP degree."""
         generator = torch.Generator().manual_seed((request_id << 24) ^ page)
         if self._fp8_rank is None and not self.layers.is_cuda:
             self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)
@@ -148,9 +141,7 @@ class LocalStep:
         offset = position % PAGE_SIZE
         lengths = num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)
         self.lengths = torch.from_numpy(lengths.astype(np.int32))
-        """[rows] int32: tokens here that attention reads, the new one included if it is appended
-        here.
-        """
+        """[rows] int32: local tokens for attention, with the new one if it is appended here."""
         self.slots = torch.from_numpy(
             np.where(
                 has_tail & live,

@@ -13,7 +13,6 @@ import weakref
 import numpy as np
 
 TAKER = "memory"
-"""Name of the threads that take memory."""
 _MADV_POPULATE_WRITE = 23
 """Linux's number, from 5.14 on; the module mmap lacks it."""
 _CHUNK_BYTES = 16 << 20
@@ -22,8 +21,8 @@ _CHUNK_BYTES = 16 << 20
 def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
     """Return [num_bytes] uint8, all zero, of huge pages where the system has them.
 
-    is_taken: a thread takes all of it at once, since a page's first write may cost a step 3 ms a
-    megabyte on a virtual machine. Raises OSError if the system refuses or lacks the memory.
+    is_taken: a thread takes all at once, since first writes may cost a step 3 ms a megabyte. Raises
+    OSError if the system refuses or lacks the memory.
     """
     if is_taken and num_bytes > _available_bytes():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -50,7 +49,6 @@ def _take(wanted: weakref.ref[np.ndarray]) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the memory available to processes; works without psutil, as GPU checks do."""
     with open("/proc/meminfo") as file:
         sizes = dict(line.split(":") for line in file)
     return 1024 * int(sizes["MemAvailable"].split()[0])

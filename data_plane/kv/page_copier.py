@@ -18,7 +18,7 @@ from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
 _MAX_LOADED = 4
 """Most pages that wait for another instance's ring; reading stops there."""
 _END_S = 10.0
-"""Longest wait for the page in copying at the end of a term or the process."""
+"""Longest wait for a page's copy at the end."""
 
 CopyEvent = TransferDone | TransferFenced | TransferMissed
 
@@ -64,14 +64,13 @@ class PageCopier:
         self._jobs: deque[Stow | _Load] = deque()
         self._is_busy = self._is_abandoned = self._is_closed = False
         self._failure: Exception | None = None
-        """The error that ended the copying."""
         self._loaded: deque[LoadedPage] = deque()
         self._events: list[CopyEvent] = []
         self._filled: list[tuple[int, int]] = []
         self._writing = threading.Lock()
         """Held while a frame is written, so a fenced ticket's frame is never written."""
         self._live: set[int] = set()
-        """Tickets whose pages may be written into frames."""
+        """Tickets that are not fenced."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -117,7 +116,7 @@ class PageCopier:
     def take(self) -> tuple[list[CopyEvent], list[tuple[int, int]]]:
         """Return events, and (ticket, page) of pages in their frames, since the last call.
 
-        Raises RuntimeError if a copy has failed, so commands stay unanswered.
+        Raises RuntimeError if a copy has failed.
         """
         with self._changed:
             if self._failure is not None:

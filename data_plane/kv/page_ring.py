@@ -1,8 +1,8 @@
 """The page ring: the way of KV pages to an instance, which alone may touch its frames.
 
-The ring is in the receiver's shared memory; a writer on another node reaches it by TCP
-(tcp/segment.py). The writer raises the count of written pages after a page is complete, so a dying
-writer leaves no half page; the receiver raises the count of consumed ones. (Section 3 of the paper,
+The ring is in the receiver's shared memory; writers on other nodes reach it by TCP
+(tcp/segment.py). The writer raises the count of written pages after a complete page, so dying
+leaves no half page; the receiver raises the count of consumed ones. (Section 3 of the paper,
 MIGRATE.)
 """
 
@@ -22,7 +22,6 @@ from nanocp.config.prefill import PrefillConfig
 from nanocp.values.passes import even_split
 
 PREFILL_RING = "prefill0"
-"""The kind of the ring of a prefill's only writer; see `prefill_ring`."""
 _WRITER = "its writer"
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
@@ -40,7 +39,7 @@ class ArrivedPage(NamedTuple):
     It is the ring's own memory, readable until the next page is asked for.
     """
     offset: int = 0
-    """Bytes of the page before these: a prefill stage sends only some layers."""
+    """Bytes of the page before these: a prefill stage has some layers."""
     page_bytes: int = 0
     """Bytes of the whole page; 0: these are all."""
 
@@ -56,10 +55,7 @@ class _Header(NamedTuple):
 
 
 class _Places:
-    """The ring's memory: both counts, then a header and a payload for each place.
-
-    With NIXL payloads are in the segment's bulk memory.
-    """
+    """The ring's memory: both counts, then a header and a payload for each place."""
 
     def __init__(self, segment: OwnedSegment | Segment, ring_pages: int, page_bytes: int) -> None:
         base, stride = segment.data_offset, aligned(page_bytes)
@@ -67,11 +63,11 @@ class _Places:
         self.consumed = Word(segment.memory, base + CACHE_LINE)
         self.headers: list[np.ndarray] = []
         self.payloads: list[Any] = []
-        """uint8 [page_bytes] for each place: an array, or a tensor if the bulk is on a GPU."""
+        """uint8 [page_bytes] each: arrays, or tensors if the bulk is on a GPU."""
         self.chunks: list[tuple[tuple[int, int], ...]] = []
-        """(offset, bytes) of each place's header and payload in the segment's memory."""
+        """(offset, bytes) of each place's header and payload."""
         self.bulk_chunks: list[tuple[int, int] | None] = []
-        """(offset, bytes) of each place's payload in the segment's bulk; None without one."""
+        """(offset, bytes) of each place's payload in the segment's bulk, if any."""
         pages_offset = base + _data_bytes(ring_pages)
         for place in range(ring_pages):
             offset = base + (_NUM_COUNTS + place) * CACHE_LINE
@@ -99,7 +95,7 @@ def _data_bytes(ring_pages: int) -> int:
 class PageRing:
     """The receiver's end of a ring, in its memory; `create` makes one.
 
-    Only the instance's thread calls `arrived` and `close`; one other thread may call `wait`.
+    One thread calls `arrived` and `close`; one other may call `wait`.
     """
 
     def __init__(
@@ -141,8 +137,8 @@ class PageRing:
     ) -> PageRing:
         """Make an instance's ring of `ring_pages` places for payloads of `place_bytes` bytes.
 
-        kind: the ring's name at the instance. page_bytes: as of ArrivedPage. Raises ValueError if a
-        size is not positive, and what OwnedSegment raises.
+        kind: the ring's name at the instance. Raises ValueError if a size is not positive, and as
+        OwnedSegment does.
         """
         if ring_pages < 1 or place_bytes < 1:
             raise ValueError(
@@ -157,8 +153,7 @@ class PageRing:
     def arrived(self) -> Iterator[ArrivedPage]:
         """Yield the pages that are here now, in order, without blocking.
 
-        A page's place becomes free when the next page is asked for; a loop that breaks leaves its
-        page for the next call.
+        A page's place becomes free when the next page is asked for; a break keeps the last page.
         """
         assert self._places is not None, "the ring is closed"
         places = self._places
@@ -175,7 +170,7 @@ class PageRing:
     def wait(self, timeout_ms: float) -> bool:
         """Block until a page arrives that no earlier `wait` has reported.
 
-        Returns False after the timeout or a `close`. A page left in the ring is reported once.
+        Returns False after the timeout or a `close`.
         """
         places = self._places
         if places is None:
@@ -258,10 +253,9 @@ class PageRingWriter:
     ) -> bool:
         """Write one page as soon as there is a place for it.
 
-        payload: bytes, an array, or a tensor of bytes on a GPU. offset: as of ArrivedPage. Returns
-        False if `is_cancelled`, asked each tick, ended the wait. Raises PeerLost or ExchangeTimeout
-        while waiting, ValueError if the payload is not page_bytes long, or longer where it may be
-        short.
+        payload: bytes, an array, or a tensor on a GPU. Returns False if `is_cancelled`, asked each
+        tick, ended the wait. Raises PeerLost or ExchangeTimeout while waiting, ValueError if the
+        payload is not page_bytes long, or longer where it may be short.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
@@ -331,7 +325,7 @@ def prefill_rings(
 ) -> tuple[PageRing, ...]:
     """Make an instance's rings, one for each writer of the prefill; none with synthetic KV.
 
-    num_layers: equal parts of a page, which stages share evenly; 1: each may send all of a page.
+    num_layers: parts of a page that stages share; 1: each may send all of a page.
     """
     place_bytes = page_bytes // num_layers * even_split(num_layers, prefill.stages)[0]
     return tuple(
@@ -347,10 +341,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def copy_bytes(data: Any, place: Any) -> None:
-    """Copy bytes into a place; each of the two is an array, or a tensor on a GPU.
-
-    On return both may be reused.
-    """
+    """Copy bytes into a place; each is an array, or a tensor on a GPU, free to reuse on return."""
     if isinstance(place, np.ndarray):
         place[:] = data if isinstance(data, np.ndarray) else data.cpu().numpy()
         return

@@ -1,7 +1,7 @@
 """Page rings between peers, which move full KV pages between instances' frames.
 
-Every instance has a ring for each peer in its memory. Both decode meanwhile (docs/decisions/0008),
-so nothing here waits: a page without a place is sent later.
+Both ends decode meanwhile (docs/decisions/0008), so nothing here waits: a page without a place is
+sent later.
 """
 
 from __future__ import annotations

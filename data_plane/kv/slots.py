@@ -25,9 +25,9 @@ _DISK_S = 5.0
 
 
 class Slots:
-    """Slots 0 to num_host - 1 are in memory, the others in a file.
+    """Slots 0 to num_host - 1 are in memory, the others in a file. For one thread.
 
-    For one thread. If the disk hangs, the file and its pages are given up.
+    If the disk hangs, the file and its pages are given up.
     """
 
     def __init__(self, num_host: int, num_file: int, page_bytes: int, file_dir: str) -> None:
@@ -43,7 +43,6 @@ class Slots:
             ) from error
         self._host = memory[: num_host * page_bytes].reshape(num_host, page_bytes)
         self._checksums: dict[int, bytes] = {}
-        """Checksums of the file's pages, by slot."""
         self._file: IO[bytes] | None = None
         self._has_warned = False
         self._is_given_up = False

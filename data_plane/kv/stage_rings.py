@@ -1,7 +1,4 @@
-"""Links between stages of a pipeline in different processes: rings of messages.
-
-A ring is a page ring (page_ring.py); only the used bytes of a place travel.
-"""
+"""Links between stages of a pipeline in different processes: rings (page_ring.py) of messages."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ _HIDDEN, _TOKENS = "hidden_rows", "pass_tokens"
 _TOKEN_WORDS = 2
 """u64 words of a token: request id, token id."""
 RING_FRAMES = 64
-"""Frames of one layer in a ring of KV between two stages: they are small, and a busy stage reads
-its rings only between layers.
-"""
+"""Frames of one layer in a ring of KV; a busy stage reads its rings only between layers."""
 
 
 def places_of(max_in_flight: int) -> int:
@@ -31,8 +26,8 @@ def places_of(max_in_flight: int) -> int:
 class RingStageLinks(StageLinks):
     """One stage's links, for one thread.
 
-    A ring has a place for every pass in flight, so no send waits for a stage, only for the news
-    from another node that a place is free.
+    A ring has a place for every pass in flight, so a send waits at most for the news of a free
+    place.
     """
 
     def __init__(
@@ -52,7 +47,6 @@ class RingStageLinks(StageLinks):
         self._segments, self._stage, self._num_stages = segments, stage, num_stages
         self._row, self._limits = row, limits
         self._own_tokens: list[PassTokens] = []
-        """The tokens of a single stage, which is first and last."""
         self._ring: PageRing | None = None
         self._writer: PageRingWriter | None = None
         if num_stages > 1:

@@ -1,8 +1,7 @@
 """A decode step of a linear attention layer in Triton: one launch behind the projections.
 
-The slow reference, which defines records, is kv.carry_pool.CarryPool.step. Legend: B rows, H value
-heads, J key heads, K width of a key, V of a value, C channels of the convolution, D decays of a
-head (1 or K).
+The slow reference is kv.carry_pool.CarryPool.step. Legend: that of attention/delta_rule.py, C
+channels of the convolution.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from data_plane.kv.carry_pool import CarryFields, CarryRows
 from data_plane.model.attention_kinds.delta import NORM_EPS, DeltaConfig, DeltaWeights
 
 WRONG_STATE = tl.constexpr(32)
-"""The error word's first number if a recurrent state is not of its row's position."""
 BLOCK_V = 32
 """Columns of a state in a program's registers at once."""
 
@@ -31,9 +29,9 @@ def step_states(
 ) -> Tensor:
     """Run one token of each row; returns heads' outputs, gated, [B, H, V]: 0 for a dead row.
 
-    rows: on the device; a dead row's state is neither read nor written. x_BX: normed hidden rows.
-    error: the exchange's error word. Once it is set, as by a state of another position, nothing is
-    folded or recorded, and outputs are worthless.
+    A dead row's state is neither read nor written. x_BX: normed hidden rows. error: the exchange's
+    error word. Once it is set, as by a state of another position, nothing is folded or recorded,
+    and outputs are worthless.
     """
     channels_BC, gate, decay, beta = config.projections(x_BX, weights)
     out_BHV = x_BX.new_empty(len(x_BX), config.num_heads, config.value_dim)
@@ -73,7 +71,6 @@ def step_states(
 
 @triton.jit
 def _refuse(error_ptr, row, position, folded):
-    """Set the error word: a row's state is not of its position."""
     tl.store(error_ptr + 1, row.to(tl.int64))
     tl.store(error_ptr + 2, position)
     tl.store(error_ptr + 3, folded.to(tl.int64))
@@ -85,10 +82,7 @@ def _convolved(
     channels_ptr, conv_ptr, ring_ptr, position, column, inside, is_kept, CONV: tl.constexpr,
     RING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve a token's channels with those before it, and keep them; fp32.
-
-    channels_ptr, ring_ptr: the row's. is_kept: channels of `inside` that this program keeps.
-    """
+    """Convolve a token's channels with those before it, and keep those of `is_kept`; fp32."""
     own = tl.load(channels_ptr + column, mask=inside, other=0.0)
     acc = own.to(tl.float32) * tl.load(
         conv_ptr + column * CONV + CONV - 1, mask=inside, other=0.0
@@ -109,7 +103,6 @@ def _normed_heads(
     channels_ptr, conv_ptr, ring_ptr, position, column, inside, is_kept, eps, CONV: tl.constexpr,
     RING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve and norm a head's query or key."""
     x = _convolved(
         channels_ptr, conv_ptr, ring_ptr, position, column, inside, is_kept, CONV, RING, CHANNELS
     )
@@ -121,7 +114,6 @@ def _gated(
     raw_ptr, gate_ptr, norm_ptr, out_ptr, scale, v, BY_CHANNEL: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Norm a head's output by this factor, and gate it."""
     for begin in range(0, VALUE, BLOCK_V):
         columns = begin + v
         is_v = columns < VALUE
@@ -177,7 +169,7 @@ def _of_position(
 ):  # fmt: skip
     """Load columns of a state and run them through the records up to a position.
 
-    The pointers are the frame's. If all places have a record, the oldest is folded in.
+    If all places have a record, the oldest is folded in.
     """
     tile = state_ptr + (head * KEY + k[:, None]) * VALUE + columns[None, :]
     is_tile = is_k[:, None] & is_v[None, :]
@@ -206,11 +198,10 @@ def delta_step_kernel(
 ):  # fmt: skip
     """Program (row, value head): run a token of the row through the head's state.
 
-    Projections, with a stride of rows: channels_ptr [B, C], gate_ptr [B, H * V], decay_ptr [B, H *
-    D], beta_ptr [B, H]. Memory of frame f: state_ptr [H, K, V], decays_ptr [PLACES, H, D], keys_ptr
+    Projections, with strides of rows: channels_ptr [B, C], gate_ptr [B, H * V], decay_ptr [B, H *
+    D], beta_ptr [B, H]. Of frame f: state_ptr [H, K, V], decays_ptr [PLACES, H, D], keys_ptr
     [PLACES, J, K], u_ptr [PLACES, H, V] fp32 and folded_ptr [H] int32 at f * frame_words; ring_ptr
-    [CONV - 1 + PLACES, C] at f * frame_channels. raw_ptr [B, H, V]: outputs before their norm over
-    all columns of a state.
+    [CONV - 1 + PLACES, C] at f * frame_channels. raw_ptr [B, H, V]: outputs before their norm.
     """
     DECAYS: tl.constexpr = KEY if BY_CHANNEL else 1
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE

@@ -41,7 +41,6 @@ def _store_token(
 
 @triton.jit
 def _pair_at(pair, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Find both numbers of rotated pairs: side by side, or in the two halves."""
     if IS_INTERLEAVED:
         return 2 * pair, 2 * pair + 1
     else:
@@ -58,8 +57,8 @@ def latent_kernel(
 ):  # fmt: skip
     """Program b: norm row b's q latent and c_kv, rotate its key, append its latent KV to its slot.
 
-    HAS_Q: a row's first C columns are its q latent; else C is 0. KEEPS_KV: latent KV goes to kv_ptr
-    [B, R + P] too, for peers. TOKEN: elements of a slot, its bytes in FP8.
+    HAS_Q: a row's first C columns are its q latent. KEEPS_KV: latent KV goes to kv_ptr [B, R + P]
+    too, for peers. TOKEN: elements of a slot, its bytes in FP8.
     """
     row = tl.program_id(0).to(tl.int64)
     down_row = down_ptr + row * (C + R + P)
@@ -133,10 +132,7 @@ def rotate_kernel(
     q_ptr, cos_ptr, sin_ptr, position_ptr, out_ptr, num_heads, N: tl.constexpr, P: tl.constexpr,
     R: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head tile): rotate the last P of each query's N + P, into the last P of R + P.
-
-    q_ptr [B, H, N + P], out_ptr [B, H, R + P].
-    """
+    """Program (row, head tile): rotate the last P columns of q_ptr [B, H, N + P] into out_ptr's."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     HALF: tl.constexpr = P // 2
@@ -183,8 +179,8 @@ def start_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (normed q latent [B, C], latent KV [B, R + P]); the latter is in the frames too.
 
-    down_BY: [B, C + R + P], or [B, R + P] without q_norm, when the first result is empty. Without
-    keeps_kv the second is empty.
+    down_BY: [B, C + R + P]; without q_norm [B, R + P], and the first result is empty. Without
+    keeps_kv the second is.
     """
     num_rows, rank, rope_dim = len(down_BY), frames.rank, frames.rope_dim
     latent = 0 if q_norm_C is None else len(q_norm_C)

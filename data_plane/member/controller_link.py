@@ -1,7 +1,4 @@
-"""A member's stream to the controller: one queue up, one queue down.
-
-A queue ends with None when the stream does; the end of a term takes effect at once.
-"""
+"""A member's stream to the controller: one queue up, one queue down, which None ends."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ _MAX_MESSAGE_BYTES = 256 << 20
 _REDIAL_S = 0.2
 """Pause before a controller that refused this member is dialled again."""
 SLICE_S = 1.0
-"""Longest single wait for a controller. Waits count only in slices, so the pause of a stopped
-process is no wait.
-"""
+"""Longest single wait for a controller; only slices count, so a stopped process has not waited."""
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
 
@@ -63,9 +58,8 @@ class ControllerLink:
     ) -> None:
         """Dial the controller at host:port and attach.
 
-        metadata: the call's, with the member's name and secret. term: this member's, which ends as
-        soon as the controller says so. Raises ControllerLost if no controller answers within
-        start_timeout_ms.
+        metadata: with the member's name and secret. term: this member's, which the controller may
+        end at once. Raises ControllerLost if no controller answers within start_timeout_ms.
         """
         self.term = term or Term()
         self._controller = controller
@@ -74,9 +68,8 @@ class ControllerLink:
         self._is_prefill = is_prefill
         self._parent = starter()
         self._is_orphan = False
-        """True while the controller is lost, and no other has sent a message."""
         self._left_s = limits.start_timeout_ms / 1000
-        """Remaining time to wait for a controller."""
+        """Rest of the wait for a controller."""
         self._dial("start_timeout_ms")
 
     def _dial(self, limit: str) -> None:
@@ -165,7 +158,6 @@ class ControllerLink:
         inbox.put(None)
 
     def _note(self, envelope: Envelope) -> None:
-        """End the term for a thread that waits for a peer, and takes no message meanwhile."""
         match envelope.message:
             case Leave():
                 self.term.end(envelope.term)

@@ -1,6 +1,6 @@
 """The process of an instance: drives it by the controller's messages, sends its tokens.
 
-One thread, the caller's, drives the instance; the others only fill and empty queues.
+The caller's thread drives the instance; the others only fill and empty queues.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ from nanocp.values.plan import Fetch, InstancePlan, Stow, TargetRun
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
-"""Longest wait for threads that watch closed rings."""
 _RING_WAIT_MS = 1000
-"""Longest single wait of a thread that watches a ring."""
 
 
 class ClusterInstance(Instance, Protocol):
@@ -77,9 +75,9 @@ def run_instance(
 ) -> None:
     """Run the instance or stage until the controller asks for a shutdown.
 
-    `spec.factory` names a callable(config, instance, segments, checkpoint, progress); `make_loop`,
-    by default DecodeLoop, drives its product. make: a factory that has loaded much already. Raises
-    FailureReported or ControllerLost if the instance failed, after releasing everything.
+    `spec.factory` names a callable(config, instance, segments, checkpoint, progress); `make_loop`
+    drives its product. make: a factory that has loaded much already. Raises FailureReported or
+    ControllerLost if the instance failed, after releasing everything.
     """
     assert spec.instance is not None
     limits = spec.config.limits
@@ -103,7 +101,7 @@ def run_instance(
 
 
 def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None:
-    """Greet another controller, with the pages that the lost one's requests have here."""
+    """Greet another controller, with the pages of the lost one's requests."""
     kept = tuple(
         (run.request_id, TargetRun(run.first_page, run.num_pages, hello.instance, run.frame))
         for run in instance.kept_pages()
@@ -126,7 +124,7 @@ class DecodeLoop(TermLoop):
         super().__init__(link, tokens, segments, limits)
         self._instance = instance
         self._plans: deque[InstancePlan] = deque()
-        """Plans of windows that have not begun, at most two."""
+        """Plans of coming windows, at most two."""
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
         self._watchers: list[threading.Thread] = []
@@ -170,7 +168,7 @@ class DecodeLoop(TermLoop):
     def join(self) -> None:
         """Wait, a bounded time, for the rings' watchers; closing the instance ends them.
 
-        A thread that outlives the interpreter would abort the process inside a library's C++ code.
+        A thread that outlives the interpreter would abort the process inside C++ code.
         """
         for watcher in self._watchers:
             watcher.join(_JOIN_S)
@@ -208,7 +206,7 @@ class DecodeLoop(TermLoop):
         return plan
 
     def _between_steps(self) -> None:
-        """Do the work that is allowed only between steps: messages, copies, pages."""
+        """Take messages, copy and send pages: allowed only between steps."""
         self._take_all()
         self._pages_reported.clear()
         self._instance.pages.copy_arrived_pages()
@@ -242,7 +240,7 @@ class DecodeLoop(TermLoop):
             self._send(event)
 
     def _watch_ring(self, ring: PageRing) -> None:
-        """Wake the decode thread, which may be idle, by one message for all pages that arrive."""
+        """Wake the decode thread, by one message for all arriving pages."""
         while ring.is_open:
             if ring.wait(_RING_WAIT_MS):
                 self._pages_came()

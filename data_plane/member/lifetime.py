@@ -35,7 +35,7 @@ class FailureReported(Exception):
 
 
 Make = Callable[..., Any]
-"""Makes an instance, a stage or a probe (instance_runner.run_instance and its siblings)."""
+"""Makes an instance, a stage or a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class SpareSpec:
 
     name: str
     factory: str
-    """module:function of a configuration and a checkpoint folder. It loads all that no instance
-    owns, and returns a maker as of MemberSpec.make.
+    """module:function of a configuration and a checkpoint folder; returns a maker as of
+    MemberSpec.make.
     """
     config: Config
     checkpoint: Path
@@ -61,29 +61,25 @@ class MemberSpec:
     """A member process's data; picklable."""
 
     factory: str
-    """module:function that makes the instance, the probe of a prefill or a stage of one. Launchers
-    must not import the module.
-    """
+    """module:function that makes the member's part. Launchers must not import the module."""
     config: Config
     cluster_id: str
-    """Prefix of every shared-memory name of this cluster."""
+    """Prefix of the cluster's shared-memory names."""
     controller: str
-    """host:port of the controller."""
     secret: str = field(repr=False)
-    """A secret for the metadata of the member's calls; clients must not know it."""
+    """For the metadata of the member's calls; clients must not know it."""
     checkpoint: Path
     instance: int | None = None
-    """None: the prefill."""
     term: int = 1
-    """The probable first term, for which it makes its segments while it starts."""
+    """The probable first term, for segments made at start."""
     node: int | None = None
-    """The node whose streams it carries, if it is neither instance nor prefill."""
+    """The node whose streams it carries, if it is no instance and no prefill."""
     carrier: str = ""
-    """Address on this machine of the process that carries an instance's stream, or of this one.
-    Empty: the instance dials the controller.
+    """Local address of the process that carries an instance's stream; empty: it dials the
+    controller.
     """
     planner: str = ""
-    """module:function of a configuration, which makes the planner of a prefill's passes."""
+    """module:function of a configuration; makes the planner of a prefill's passes."""
 
     @property
     def name(self) -> str:
@@ -118,9 +114,9 @@ def _named(factory: str) -> Make:
 def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
     """Open the link to the controller; yield it with a stack of closers.
 
-    ShutdownRequested ends the block normally. ControllerLost passes. Any other error becomes
-    FailureReported, after a report to the controller. The report comes before anything is closed:
-    then peers fail too, and the controller takes the first report for the cause.
+    ShutdownRequested ends the block normally. ControllerLost passes. Any other error is reported,
+    then becomes FailureReported. The report precedes the closing, after which peers fail too: the
+    controller takes the first report for the cause.
     """
     link = ControllerLink(
         spec.carrier or spec.controller,
@@ -175,7 +171,7 @@ def _frames_device(spec: MemberSpec) -> str:
 
 
 def _own_address(controller: str) -> str:
-    """Return this machine's address towards the controller, which other machines reach too."""
+    """Return this machine's address towards the controller."""
     host, _, port = controller.rpartition(":")
     host = host.strip("[]")
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]

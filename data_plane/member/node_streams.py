@@ -1,7 +1,7 @@
 """One stream to the controller for all instances of a node, carried by a process of its own.
 
-So an instance that dies takes no other stream with it. If this process dies, another takes its
-place, and other processes those of its instances.
+So an instance that dies takes no other stream with it. If this process dies, its instances are
+replaced too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nanocp.wire.members import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 16_384
-"""Most unread messages for an instance."""
+"""For one instance."""
 _REPORT_WAIT_S = 0.002
 """Longest wait of a window's report for those of the other instances."""
 _BEATS = 4
@@ -49,10 +49,9 @@ class NodeStreams:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._down: dict[int, asyncio.Queue[bytes | None]] = {}
-        """Messages for an instance, by open stream; None ends it."""
+        """By open stream; None ends it."""
         self._up: list[FromStream] = []
         self._num_reports = 0
-        """Waiting reports of windows."""
         self._may_send = asyncio.Event()
 
     async def attach(
@@ -111,7 +110,7 @@ class NodeStreams:
                 queue.put_nowait(None)
 
     def _send(self, item: FromStream, is_report: bool = False) -> None:
-        """Queue a message up. A report waits shortly for one of every open stream."""
+        """Queue a message up; a report waits shortly for one of every open stream."""
         self._up.append(item)
         self._num_reports += is_report
         if not is_report or self._num_reports >= len(self._down):

@@ -1,7 +1,4 @@
-"""The loop of a stage of a pipeline: drives it by the controller's messages, sends its tokens.
-
-A stage reports a pass by WindowDone; the last stage's ends the pass.
-"""
+"""The loop of a stage of a pipeline: drives it by the controller's messages, sends its tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from nanocp.values.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.values.plan import WindowDone
 
 _WAIT_MS = 2.0
-"""Longest single wait for hidden rows or tokens, between looks for KV and messages."""
+"""Longest single wait for hidden rows or tokens."""
 
 
 class StageLoop(TermLoop):
@@ -39,9 +36,9 @@ class StageLoop(TermLoop):
         super().__init__(link, tokens, segments, limits)
         self._stage = stage
         self._items: deque[PassPlan | LayerMoves | StagePrompt] = deque()
-        """Work to run, in order: at most the passes in flight."""
+        """Work in order, at most the passes in flight."""
         self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
-        """Waits since the last report, by cause."""
+        """Since the last report, by cause."""
 
     def _join(self, join: Join) -> Ready:
         meet(self._segments, join)

@@ -68,8 +68,8 @@ class TermLoop(ABC):
     def run(self) -> None:
         """Work until the controller asks for a shutdown, which raises ShutdownRequested.
 
-        After a term it joins the next. If a wait for a peer fails, the controller decides whether
-        the term ends. Any other exception is a failure of the member, or ControllerLost.
+        After a failed wait for a peer, the controller decides whether the term ends; then the next
+        is joined. Any other exception is a failure of the member, or ControllerLost.
         """
         limit_s: float | None = self._limits.start_timeout_ms / 1000
         while True:
@@ -101,7 +101,7 @@ class TermLoop(ABC):
         self._send(self._join(join))
 
     def _await_join(self, limit_s: float | None) -> tuple[Join, int]:
-        """Wait for the next term; messages of earlier ones are dropped."""
+        """Wait for the next term; drop messages of earlier ones."""
         while True:
             try:
                 envelope: Any = self._link.inbox.get(timeout=limit_s)
@@ -120,10 +120,7 @@ class TermLoop(ABC):
             _log_dropped(envelope)
 
     def _suspect(self, error: ExchangeError) -> None:
-        """Report a failed wait, and wait until the term is over.
-
-        Raises the error if the controller does not end the term in bounded time.
-        """
+        """Report a failed wait, and wait for the term's end; else raise the error."""
         is_gone = isinstance(error, PeerLost)
         message = f"{type(error).__name__}: {error}"
         logger.info("%s", message)
@@ -148,7 +145,6 @@ class TermLoop(ABC):
                 return
 
     def _await_message(self, timeout_s: float | None) -> None:
-        """Wait for one message, and take it; None: as long as the stream is open."""
         with contextlib.suppress(Empty):
             self._take(self._link.inbox.get(timeout=timeout_s))
 

@@ -32,11 +32,11 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 _MAX_BATCHES = 4096
-"""Longest queue of one front end, in batches of a step."""
+"""For one front end, in batches of a step."""
 _MAX_UNSURE_TOKENS = 65_536
-"""Most tokens that may be on their way when a stream breaks."""
+"""Tokens that may be on their way when a stream breaks."""
 _LAST_WORD_S = 2.0
-"""Longest wait for a front end to take the last tokens."""
+"""Longest wait at the end for a front end."""
 
 
 class TokenStreams:
@@ -49,10 +49,10 @@ class TokenStreams:
         metadata: Sequence[tuple[str, str]] = (),
         broke: Callable[[], None] = lambda: None,
     ) -> None:
-        """The first token for a front end opens its stream.
+        """metadata: each call's, with the member's name and secret.
 
-        metadata: each call's, with the member's name and secret. broke: called from any thread when
-        a stream has ended, to cause a `send`, even without tokens.
+        broke: called from any thread when a stream has ended, to cause a `send`, even without
+        tokens.
         """
         self._instance = instance
         self._limits = limits
@@ -60,13 +60,12 @@ class TokenStreams:
         self._broke = broke
         self._streams: dict[str, _Stream] = {}
         self._lost: set[int] = set()
-        """Requests of replaced streams that may have lost tokens."""
 
     def send(self, tokens: Sequence[Token]) -> set[int]:
         """Queue a step's tokens (or none), each for its front end. Never blocks, never raises.
 
-        Returns the requests that lost tokens, or may have: their front end is too slow, or its
-        stream broke.
+        Returns the requests that may have lost tokens, as a front end is too slow or its stream
+        broke.
         """
         self._lost.update(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
@@ -87,7 +86,7 @@ class TokenStreams:
     ) -> PromptLogprobs:
         """Return a prompt's sink of log probabilities, which go to the front end; never blocks.
 
-        lost: called with the reason if the front end is gone or too slow.
+        lost: called with the reason of a failure.
         """
         first = 1
 
@@ -129,7 +128,6 @@ class _Stream:
         broke: Callable[[], None],
     ) -> None:
         self.has_dropped = False
-        """True once a message has said that tokens are dropped."""
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()

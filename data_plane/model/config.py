@@ -18,7 +18,7 @@ _FORMS = "float32, bfloat16, float16, or fp8 (e4m3) with one scale for each bloc
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files of ModelOpt, GPTQ's and AWQ's tools about quantized weights."""
 _MOST_EXPERTS = 1_000_000
-"""Most layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
+"""Of layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,12 @@ class ModelConfig:
     num_layers: int
     attention: AttentionKind
     dense_size: int
-    """Intermediate size of the dense layers."""
     num_dense_layers: int
-    """The number of first layers that are dense; all others are MoE layers."""
+    """The first layers; all others are MoE layers."""
     num_experts: int
     """0 if every layer is dense."""
     num_experts_per_token: int
     expert_size: int
-    """Intermediate size of one expert."""
     num_shared_experts: int
     softmax_gate: bool
     """True: DeepSeek-V2's gate, False: V3's.
@@ -46,39 +44,34 @@ class ModelConfig:
     counts by its best two experts, and a bias takes part in the choice.
     """
     num_groups: int
-    """Groups of experts; the gate chooses groups first."""
+    """Of experts; the gate chooses groups first."""
     num_groups_per_token: int
     weights_normalised: bool
     """True if the chosen experts' weights are divided by their sum."""
     routed_scale: float
-    """Factor of the chosen experts' weights."""
     shared_size: int
-    """Intermediate size of the shared experts together."""
+    """Of the shared experts together."""
     norm_eps: float
     tied_embeddings: bool
     max_len: int
-    """Number of the model's positions."""
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig
     fp8_block: tuple[int, int] | None
-    """Rows and columns of an FP8 weight that share a scale; None: no FP8."""
+    """Rows and columns that share a scale; None: no FP8."""
     names: TensorNames = PLAIN_NAMES
     num_mtp_layers: int = 0
-    """1 if the layer behind the last one drafts tokens (the MTP layer)."""
+    """1 if an MTP layer behind the last one drafts tokens."""
     has_shared_gate: bool = False
-    """True if the shared expert's output has its own gate."""
+    """Of the shared expert's output."""
     has_offset_norms: bool = False
     """True if norms multiply by 1 + their weights."""
     delta: DeltaConfig | None = None
-    """Linear attention's configuration, if some layers have it."""
     linear_layers: tuple[int, ...] = ()
-    """Ascending indices of the linear attention layers: their rows have recurrent states, and no
-    KV.
-    """
+    """Ascending; rows have recurrent states and no KV there."""
     expert_limits: tuple[float, ...] = ()
-    """By layer, the limit of its experts' activations (layers.gated); infinity is none."""
+    """Limits of activations by layer (layers.gated); infinity is none."""
     shared_limits: tuple[float, ...] = ()
-    """By layer, the limit of its shared experts' activations."""
+    """As of shared experts."""
 
     @property
     def longest(self) -> int:
@@ -136,8 +129,7 @@ class ModelConfig:
     def from_folder(cls, path: str | Path, has_mtp: bool = False) -> ModelConfig:
         """Read a Hugging Face folder's config.json and generation_config.json.
 
-        has_mtp: load the MTP layer. Raises ValueError naming the missing or unsupported field, and
-        the remedy.
+        Raises ValueError naming the missing or unsupported field, and the remedy.
         """
         folder = Path(path)
         raw = text_fields(read_json(folder / "config.json"))
@@ -231,7 +223,6 @@ def _num_mtp_layers(raw: Fields) -> int:
 
 
 def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
-    """Read the files' quantization; the weights themselves show whether it holds."""
     said = map(raw.inner, ("quantization_config", "compression_config", "quantization"))
     quantization = next(filter(None, said), None)
     _refuse_beside(folder)
@@ -260,7 +251,7 @@ def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
 
 
 def _refuse_beside(folder: Path) -> None:
-    """Refuse forms of quantized weights that tools name in files beside config.json."""
+    """Refuse quantized weights that files beside config.json name."""
     for path in (folder / name for name in _BESIDE if (folder / name).exists()):
         fields = Fields(read_json(path), path.name)
         fields = fields.inner("quantization") or fields

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 _NULL_SAYS_NONE = ("q_lora_rank", "head_dim", "num_key_value_heads", "rope_interleave")
-"""Fields whose null means that the model has no such thing."""
+"""Null means that the model has no such thing."""
 _ALSO_NAMED = (
     ("num_experts", "num_local_experts", "n_routed_experts"),
     ("num_experts_per_tok", "num_experts_per_token"),
@@ -52,7 +52,6 @@ class Fields:
         return default if value is None else value
 
     def _given(self, name: str) -> Any:
-        """Return a field by any of its names; None if it is absent or null."""
         names = next((names for names in _ALSO_NAMED if name in names), (name,))
         found = {n: self._raw[n] for n in names if self._raw.get(n) is not None}
         if any(value != found[next(iter(found))] for value in found.values()):
@@ -115,7 +114,7 @@ def is_int(value: Any) -> bool:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Return the remedy for a model's name in place of a folder; empty if the folder is there."""
+    """Return the remedy if the folder is a model's name; empty if it is there."""
     if folder.exists():
         return ""
     said = ". Nothing is downloaded here"

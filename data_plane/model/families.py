@@ -28,12 +28,10 @@ class TensorNames:
     mixture: str = "mlp."
     """Prefix of a MoE layer's names."""
     gate: str = "gate_proj"
-    """This and the next two: matrices of an expert."""
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts."
     gate_bias: str = "gate.e_score_correction_bias"
-    """Bias of the gate's choice."""
     dense: str = "mlp."
     attention: str = "self_attn."
     output: str = "o_proj"
@@ -49,22 +47,18 @@ class Family:
 
     attention: Callable[[Fields, RopeConfig], AttentionKind]
     mixture: Callable[[Fields], Mapping[str, Any]]
-    """Reads ModelConfig's fields of dense layers and experts."""
     supported: Mapping[str, tuple[Any, ...]]
-    """Field -> its allowed values; an absent field means the first of them.
-
-    No values: the family reads the field, which others have not.
+    """Field -> its allowed values; an absent field means the first of them. No values: only this
+    family reads the field.
     """
     has_pairs: bool = False
     """True if rotated pairs stand side by side unless config.json says otherwise."""
     names: TensorNames = PLAIN_NAMES
     linear: Callable[[Fields], LinearLayers] | None = None
-    """Reads the linear attention layers, if there are some."""
     has_rope: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field -> the default of `transformers`, unless it is every family's."""
     has_offset_norms: bool = False
-    """True if norms multiply by 1 + their weights."""
 
 
 def _kv_heads(
@@ -91,7 +85,6 @@ def _no_mixture(raw: Fields) -> dict[str, Any]:
 def _mixture(
     num_dense_layers: int, num_experts: int, per_token: int, expert_size: int
 ) -> dict[str, Any]:
-    """Make the fields of a softmax gate without groups or shared experts."""
     return {
         "num_dense_layers": num_dense_layers,
         "num_experts": num_experts,
@@ -164,7 +157,6 @@ def _qwen3_next(raw: Fields) -> dict[str, Any]:
 
 
 def _kimi(raw: Fields) -> dict[str, Any]:
-    """Read Kimi-Linear's and Ling's names of DeepSeek-V3's fields."""
     kinds = raw.names("mlp_layer_types")
     num_dense = kinds.count("dense") if kinds else raw.count("first_k_dense_replace", 0)
     if "dense" in kinds[num_dense:]:
@@ -190,7 +182,6 @@ def _kimi(raw: Fields) -> dict[str, Any]:
 
 
 def _ling(raw: Fields) -> dict[str, Any]:
-    """Read Ling's MoE layers, whose activations may have limits."""
     fields = _kimi(raw)
     size = raw.count("moe_shared_expert_intermediate_size", fields["expert_size"])
     return fields | {
@@ -220,7 +211,6 @@ def _is_limit(value: Any) -> bool:
 
 
 LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-"""Ling's limits of the activations of a layer's experts, and of its shared ones."""
 _NO_BIAS = {"attention_bias": (False,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _UNUSED_BY_LING = (
@@ -376,7 +366,6 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
 }
-"""Architecture in config.json -> its rules."""
 _ALSO_NAMED = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",  # reads pictures too
     "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",

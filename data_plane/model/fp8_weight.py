@@ -45,10 +45,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8Linear:
-    """A linear layer over an FP8 weight, x [..., in] -> x W^T [..., out]: the slow reference.
-
-    Serving has kernels for it (moe/gpu/gemm.py, deep_gemm.py).
-    """
+    """A linear layer over an FP8 weight, x [..., in] -> x W^T [..., out]: the slow reference."""
 
     __slots__ = ("weight",)
 

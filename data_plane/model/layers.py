@@ -1,7 +1,6 @@
 """The arithmetic of a decoder layer, but for attention and experts: pure functions.
 
-attention_kinds/ has the rest. Legend: B rows, X hidden, C width of `wire_q`, W width of KV, H
-heads, D width of a query, V value width.
+Legend: that of attention_kinds/kind.py.
 """
 
 from __future__ import annotations
@@ -110,10 +109,9 @@ def shared_experts(
 
 
 def mtp_rows(next_BX: Tensor, hidden_BX: Tensor, mtp: MtpWeights, config: ModelConfig) -> Tensor:
-    """Make the MTP layer's input: [B, X].
+    """Make the MTP layer's input [B, X] of the next tokens' embeddings and hidden rows.
 
-    next_BX: embeddings of the next tokens. hidden_BX: rows after the model's last norm, or the MTP
-    layer's own.
+    hidden_BX: rows after the model's last norm, or the MTP layer's own.
     """
     normed = (
         rms_norm(next_BX, mtp.embedding_norm, config.norm_eps),

@@ -1,7 +1,7 @@
 """Linear layers and the layout of their weights: packed for this CPU's GEMM, or plain.
 
-A decode step takes as long as reading the weights. At 4 to 16 rows the packed layout is read 1.4 to
-2.2 times as fast as the plain one, in fp32 and bf16 (docs/log.md).
+A decode step takes as long as reading the weights. At 4 to 16 rows packed ones are read 1.4 to 2.2
+times as fast as plain ones (docs/log.md).
 """
 
 from __future__ import annotations

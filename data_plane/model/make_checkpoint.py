@@ -24,7 +24,6 @@ _PUBLISHED_FIELDS = {
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
 }
 _OFFSET_NORMS = ("qwen3_next", "qwen3_5_moe_text")
-"""Models whose norms multiply by 1 + their weights."""
 _SLOW_DECAY: tuple[dict[str, tuple[float, float]], ...] = (
     {"A_log": (1.0, -3.0), "_bias": (1.0, -2.0)},
     {"A_log": (0.3, 0.0), "_bias": (1.0, -5.0)},  # with a bound, which a sigmoid multiplies
@@ -50,11 +49,10 @@ def make_checkpoint(
 ) -> int:
     """Write a checkpoint folder, tokenizer included; returns the number of parameters.
 
-    preset: a key of PRESETS. dtype: with float8_e4m3fn the matrices of attention and of MLPs are
-    FP8 in blocks, as DeepSeek publishes them, and all else is bf16. overrides: fields of
-    config.json. published_spelling: write rope_theta and rope_scaling in place of rope_parameters.
-    max_shard_size: as of `transformers`. Raises ValueError for an unknown preset, or a vocabulary
-    too small for the tokenizer.
+    preset: a key of PRESETS. dtype: float8_e4m3fn makes the matrices of attention and MLPs FP8 in
+    blocks, as DeepSeek publishes them, and all else bf16. overrides: fields of config.json.
+    published_spelling: write rope_theta and rope_scaling. max_shard_size: as of `transformers`.
+    Raises ValueError for an unknown preset, or a vocabulary too small for the tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
@@ -106,7 +104,7 @@ def make_checkpoint(
 
 
 def _quantise(path: Path) -> None:
-    """Rewrite the folder's shards with FP8 weights, each beside its blocks' scales."""
+    """Rewrite the shards with FP8 weights, each beside its blocks' scales."""
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         for name in [name for name in tensors if _is_quantised(name)]:
@@ -160,7 +158,6 @@ def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str,
 
 
 def _publish_linear_layers(config: dict[str, Any]) -> None:
-    """Write the linear attention layers as the published config.json does."""
     kind = config["model_type"]
     if kind == "kimi_linear":
         layers = config.pop("layer_types")

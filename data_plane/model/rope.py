@@ -22,10 +22,9 @@ class RopeTable:
         self.sin = torch.empty(0, dim // 2)
 
     def rotate(self, x: Tensor, position_B: Tensor) -> Tensor:
-        """Rotate vectors to their positions, in the layout of the checkpoint.
+        """Rotate vectors to their positions, in the layout of the checkpoint (docs/decisions/0019).
 
-        x: [B, dim] or [B, heads, dim]; position_B: [B] int64. Returns x's shape and dtype, with
-        rotated pairs side by side where the checkpoint has them so (docs/decisions/0019).
+        x: [B, dim] or [B, heads, dim]; position_B: [B] int64. Returns x's shape and dtype.
         """
         # On a GPU the host must not ask how far: `place` has made the table reach every position.
         if len(position_B) and position_B.device.type == "cpu":
@@ -91,7 +90,6 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, stretch: Llama3Config) -> Tensor:
-    """Interpolate waves longer than the original context, and in part those a few times shorter."""
     turns = stretch.original_max_len / (2 * math.pi / plain)
     low, high = stretch.low_freq_factor, stretch.high_freq_factor
     share = (turns - low) / (high - low)

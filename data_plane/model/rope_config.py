@@ -19,7 +19,7 @@ class RopeConfig:
     llama3: Llama3Config | None = None
     """At most one of the two is there; neither: plain rope."""
     is_off: bool = False
-    """True if nothing is rotated: the other layers know the order of tokens."""
+    """True if nothing is rotated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class YarnConfig:
     attention_factor: float
     """Factor of cos and sin."""
     softmax_mscale: float
-    """Factor whose square multiplies the softmax scale."""
+    """Its square multiplies the softmax scale."""
     truncated: bool
-    """True if the ends of the ramp are rounded outwards to whole dimensions."""
+    """True if the ramp's ends are rounded outwards."""
 
 
 def rope_fields(raw: Fields) -> Fields:
@@ -57,8 +57,7 @@ def rope_fields(raw: Fields) -> Fields:
 def read_rope(raw: Fields, has_pairs: bool) -> RopeConfig:
     """Read rope in either spelling: rope_theta and rope_scaling, or all in rope_parameters.
 
-    has_pairs: rotated pairs stand side by side unless the file says otherwise. Raises ValueError
-    naming the unsupported field.
+    has_pairs: the default layout of rotated pairs. Raises ValueError naming the unsupported field.
     """
     parameters = rope_fields(raw)
     theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint folder, one at a time, from one safetensors file or indexed ones.
 
 It reads only headers and the asked tensors, so an instance pays for its own experts. (A mapped file
-would read neighbours ahead.) FP8 weights are de-quantised, or kept with their scales.
+would read neighbours ahead.)
 """
 
 from __future__ import annotations
@@ -21,23 +21,18 @@ if TYPE_CHECKING:  # imported where it is needed: what reads headers alone does 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-"""Types of plain tensors, in headers and in torch."""
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
-"""Suffix of the name of an FP8 weight's scales."""
 _OTHER_FORMS = (".qweight", ".weight_packed", ".weight_scale")
 """Suffixes of weights by AWQ, GPTQ, compressed-tensors and ModelOpt."""
 _EXPERT = re.compile(r"(.*experts\.)(\d+)\.(gate|up|down)_proj\.weight")
-"""Name of one expert's weight, perhaps a part of one tensor of all experts."""
+"""One expert's weight, perhaps a part of one tensor of all experts."""
 _NAMED = 4
-"""Most missing tensors to name; others are counted."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 
 class _Entry(NamedTuple):
-    """A tensor's place in a shard: file[begin:end]."""
-
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -53,7 +48,7 @@ class SafetensorsReader:
     def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
         """Read the index, or the header of the only file.
 
-        fp8_block: rows and columns of an FP8 weight that share a scale; None refuses FP8.
+        fp8_block: rows and columns of an FP8 weight's scale; None refuses FP8.
         """
         self._folder = folder
         self._fp8_block = fp8_block
@@ -88,7 +83,6 @@ class SafetensorsReader:
                 raise ValueError(_wrong_dtype(self._path_of(name), stored, entry.dtype))
 
     def _check_fp8(self, name: str, entry: _Entry) -> None:
-        """Raise ValueError unless an FP8 weight has a scale for each block, of a supported type."""
         path = self._path_of(name)
         if self._fp8_block is None or len(entry.shape) < 2:
             raise ValueError(
@@ -103,7 +97,6 @@ class SafetensorsReader:
             raise ValueError(_wrong_dtype(self._folder / file, name + _SCALE, scale.dtype))
 
     def _refuse_other_forms(self, names: Iterable[str]) -> None:
-        """Raise ValueError if the folder has one of these weights in an unsupported form."""
         assert self._file_of is not None
         for name in names:
             stem = name.removesuffix(_SCALE).removesuffix(".weight")
@@ -174,9 +167,9 @@ class SafetensorsReader:
         return self._entry(name).dtype == "BF16"
 
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
-        """Fill `values` [N, X] and `scale` [rows of blocks, columns of blocks] as stored.
+        """Fill `values` [N, X] and `scale` [rows of blocks, columns of blocks] fp32 as stored.
 
-        Both are on the CPU and contiguous; scale is fp32. Raises ValueError as read_into does.
+        Both are on the CPU and contiguous. Raises ValueError as read_into does.
         """
         entry, path = self._entry(name), self._path_of(name)
         import torch
@@ -225,11 +218,7 @@ class SafetensorsReader:
         return self._folder / self._file_of[self._stored(name)]
 
     def _stored(self, name: str) -> str:
-        """Return a tensor's name in the folder.
-
-        Kimi-Linear's dense MLPs have two names; Qwen3.5's text model lies in one that sees, and a
-        layer's experts may be two tensors.
-        """
+        """Return a tensor's name in the folder; Kimi-Linear and Qwen3.5 have several."""
         assert self._file_of is not None
         if name in self._file_of:
             return name
@@ -264,8 +253,8 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make zeros in a mapping of their own, for passing values; no dimension may be 0.
 
-    The mapping returns to the system with the tensor. Holes in the heap would stay: a fourth of an
-    instance's memory with experts of 1 MB.
+    The mapping returns to the system, where holes in the heap would stay: a fourth of an instance's
+    memory.
     """
     import torch
 

@@ -14,7 +14,7 @@ from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.plan import PAGE_SIZE
 
 NUM_SCALES = 4
-"""Scales of one token's latent KV in FP8."""
+"""Of one token's latent KV in FP8."""
 CARRY_DEPTH = 1
 """Newest tokens of a row that are not folded into its recurrent state."""
 _CARRY_ALIGNMENT = 64
@@ -46,7 +46,6 @@ class CarryField(NamedTuple):
 
     name: str
     offset: int
-    """Bytes before it in the layer's part of the state."""
     shape: tuple[int, ...]
     item_bytes: int
 
@@ -56,8 +55,8 @@ def carry_layout(
 ) -> tuple[tuple[CarryField, ...], int]:
     """Return the fields of a row's state in each linear attention layer, and its bytes.
 
-    item_bytes: of a number of the rows. depth: newest tokens outside the state. Records have one
-    place more: other heads' programs may still read one while the newest is written.
+    depth: newest tokens outside the state. Records have one place more, which other heads' programs
+    may still read.
     """
     places, heads = depth + 1, delta.num_heads
     fields, offset = [], 0
@@ -178,8 +177,8 @@ def is_packed(name: str, shape: Sequence[int]) -> bool:
 def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
     """Return True if gpu/deep_gemm.py reads a dense layer's weight in FP8, if stored so.
 
-    False where other weights matter: hybrid models' layers, and weights that end inside a block,
-    but for kv_a, the last of its layer.
+    False for hybrid models' layers, and for weights that end inside a block, but for kv_a, the last
+    of its layer.
     """
     is_dense = name.startswith("model.layers.") and is_packed(name, shape)
     return (

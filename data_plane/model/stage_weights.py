@@ -38,10 +38,9 @@ class StageWeights:
         is_last: bool,
         progress: Progress = say_nothing,
     ) -> None:
-        """Read these layers, and the first and last stage's other weights.
+        """packing, progress and errors: as of weights.load_weights.
 
-        packing, progress and errors: as of weights.load_weights. The whole checkpoint is checked,
-        since any layer may come.
+        The whole checkpoint is checked, since any layer may come.
         """
         self._config, self._dtype, self._packing = config, dtype, packing
         self._experts = range(config.num_experts)
@@ -58,7 +57,7 @@ class StageWeights:
         loader = self._loader(shapes, progress)
         self.rope = RopeTable(config.rope, config.attention.rope_dim)
         self.embedding: Tensor | None = loader.embedding() if is_first or has_mtp else None
-        """[vocabulary, X]; only at the first stage, and beside an MTP layer."""
+        """[vocabulary, X]; at the first stage, and beside an MTP layer."""
         self.head: HeadWeights | None = loader.head(self.embedding) if is_last else None
         """Only at the last stage."""
         self.mtp: MtpWeights | None = loader.mtp() if has_mtp else None

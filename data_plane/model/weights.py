@@ -38,7 +38,6 @@ class MlpWeights:
     down: LinearLayer
     """From I to X."""
     limit: float = math.inf
-    """Limit of the activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,14 @@ class MoeWeights:
     gate: Tensor
     """[num_experts, X] fp32, packed (linear.Packing)."""
     gate_bias: Tensor | None
-    """[num_experts] fp32, for the choice only; None for a softmax gate."""
+    """[num_experts] fp32, for the choice only."""
     slot_E: Tensor
     """[num_experts] int64: the slot of each expert in `mlps`, -1 if it is elsewhere."""
     mlps: list[MlpWeights]
-    """MLPs of the experts here, by slot."""
     shared: MlpWeights | None
-    """The shared experts together, if any."""
     shared_gate: Tensor | None = None
-    """[1, X], the gate of the shared experts' output, if any."""
+    """[1, X]."""
     limit: float = math.inf
-    """Limit of the experts' activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,6 @@ class LayerWeights:
     input_norm: Tensor
     post_attention_norm: Tensor
     attention: Any
-    """Of the layer's kind (attention_kinds)."""
     o_proj: LinearLayer
     """From H * V to X."""
     mlp: MlpWeights | None
@@ -107,7 +102,7 @@ class ModelWeights:
     """From X to the vocabulary."""
     rope: RopeTable
     mtp: MtpWeights | None = None
-    """The additions of the last layer, if it is an MTP layer."""
+    """Of the last layer, if it is an MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +196,10 @@ def load_weights(
 ) -> ModelWeights:
     """Read a checkpoint's weights and prepare them.
 
-    dtype: of all weights but gates, which are fp32, and of FP8 or bf16 matrices that `packing`
-    keeps. packing: by default torch's, for the CPU. It holds at most the result and one tensor as
-    stored (or a layer's fused projection). Raises ValueError naming missing tensors, before any is
-    read, or the file and tensor that is truncated or has another shape.
+    dtype: of all weights but gates (fp32), and FP8 or bf16 matrices that `packing` keeps. It holds
+    at most the result and one tensor as stored (or a layer's fused projection). Raises ValueError
+    naming missing tensors, before any is read, or the file and tensor that is truncated or has
+    another shape.
     """
     reader, shapes = open_tensors(path, config, experts)
     return WeightLoader(
@@ -223,8 +218,8 @@ def load_experts(
 ) -> int:
     """Let `weights` hold exactly these experts (slot -> expert), in every layer.
 
-    Only new ones are read; returns their number in a layer. put: takes an expert for (layer, slot)
-    in place of `mlps`. Other arguments and errors: load_weights.
+    Returns the number of new ones in a layer. put: takes an expert for (layer, slot) in place of
+    `mlps`. Other arguments and errors: load_weights.
     """
     layers = [(index, layer.moe) for index, layer in enumerate(weights.layers) if layer.moe]
     if not layers:
@@ -389,7 +384,7 @@ class WeightLoader:
         return self.packing.linear(weight)
 
     def _fp8_linear(self, *names: str) -> LinearLayer:
-        """Make one FP8 layer of weights, one under the other; their rows end at a block's end."""
+        """Make one FP8 layer of weights, whose rows end at a block's end."""
         assert self._config.fp8_block is not None
         shapes = [self._shapes[name] for name in names]
         rows, width = sum(rows for rows, _ in shapes), shapes[0][1]

@@ -22,7 +22,7 @@ from data_plane.transport.regions import TensorExchange
 from nanocp.values.experts import ExpertTable, home_table
 
 MoePhase = Literal["dispatch_combine", "expert", "other"]
-"""A phase of a MoE layer: moving rows, running experts, or the gate and the shared expert."""
+"""Moving rows, running experts, or the gate and the shared expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class Dispatched:
     rows_NB: Tensor
     """Ascending rows sent to each instance; for this one, the rows that stayed."""
     counts: list[int]
-    """The number of those rows, by instance."""
 
 
 class ExpertKernels(Protocol):
@@ -143,8 +142,8 @@ class ExpertExchange:
     ) -> Dispatched:
         """Send the live rows to the instances of their experts.
 
-        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool. epoch: this use of
-        the channel. Every peer gets a flag, also for zero rows (protocol.md, equal epochs).
+        expert_BK: int64 ids. weight_BK: fp32. live_B: bool. Every peer gets a flag, also for zero
+        rows (protocol.md, equal epochs).
         """
         regions: list[Region | None] = [
             self._exchange.outgoing(Channel.DISPATCH, peer, epoch) if peer in self.peers else None
@@ -174,8 +173,7 @@ class ExpertExchange:
     def run_experts(self, dispatched: Dispatched, moe: MoeWeights) -> Tensor:
         """Run the experts here on all rows, and send the peers' sums back.
 
-        Returns the sums of the rows that stayed, [rows, X]. Raises PeerLost or ExchangeTimeout, as
-        waits do.
+        Returns the sums of the rows that stayed, [rows, X]. Raises PeerLost or ExchangeTimeout.
         """
         epoch, exchange = dispatched.epoch, self._exchange
         arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self.peers]

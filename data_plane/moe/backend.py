@@ -20,9 +20,8 @@ def expert_backend(
 ) -> tuple[GroupedGemm | None, str]:
     """Choose the experts' GEMM; return it, and a sentence that says which it is and why.
 
-    name: auto, loop, grouped_mm, triton or deep_gemm. expected_rows: about the rows of an expert in
-    a step of max_rows rows an instance. None stands for the loop of moe/experts.py. Raises
-    ValueError naming the obstacle.
+    name: auto, loop (the GEMM None), grouped_mm, triton or deep_gemm. expected_rows: of an expert
+    in a step of max_rows rows an instance. Raises ValueError naming the obstacle.
     """
     is_gpu = device.type == "cuda"
     if name in ("auto", "loop") and not is_gpu:
@@ -57,7 +56,7 @@ def expert_backend(
 def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
     """Decide whether layers in FP8 stay in FP8, and say why and which.
 
-    dtype: the name of the other weights' type. Returns (False, "") for a checkpoint without FP8.
+    dtype: of other weights. Returns (False, "") for a checkpoint without FP8.
     """
     if model.fp8_block is None:
         return False, ""
@@ -99,10 +98,10 @@ def dispatch_backend(
     max_rows: int,
     fused_obstacle: str,
 ) -> str:
-    """Choose the dispatch: a sentence that begins with its name and says why.
+    """Choose one of DISPATCH_BACKENDS: a sentence that begins with its name and says why.
 
-    name: one of DISPATCH_BACKENDS. max_rows: bound of an instance's batch. fused_obstacle: why no
-    MoE layer can be one call here, or empty. Raises ValueError naming the obstacle.
+    fused_obstacle: why no MoE layer can be one call here, or empty. Raises ValueError naming the
+    obstacle.
     """
     if name == "exchange":
         return "exchange, as configured"
@@ -137,10 +136,10 @@ def dispatch_backend(
 
 
 def moe_schedule(schedule: str, is_fused: bool, has_lanes: bool) -> MoeSchedule | None:
-    """Return the order of work in a fused MoE layer; None if it is not fused.
+    """Return the order of work, one of MOE_SCHEDULES, in a fused MoE layer; None if not fused.
 
-    schedule: one of MOE_SCHEDULES. has_lanes: another lane computes while rows are awaited. Raises
-    ValueError for `arrival` if it is not fused.
+    has_lanes: another lane computes while rows are awaited. Raises ValueError for `arrival` if it
+    is not fused.
     """
     if schedule == "arrival" and not is_fused:
         raise ValueError(

@@ -19,8 +19,8 @@ from data_plane.moe.rows import Region
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
     """Run the experts that are here: [T, X], each row's weighted sum over them.
 
-    expert_TK: global ids, int64; others are passed over. weight_TK: fp32. With packed weights a
-    loop over the experts beats one grouped GEMM (docs/log.md).
+    expert_TK: global ids, int64. weight_TK: fp32. With packed weights a loop beats one grouped GEMM
+    (docs/log.md).
     """
     local_TK = moe.slot_E[expert_TK]
     row_M, choice_M = (local_TK >= 0).nonzero(as_tuple=True)
@@ -54,8 +54,8 @@ def visit_experts(
 ) -> tuple[Tensor, list[int]]:
     """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
 
-    own: int64 indices. answers: the COMBINE region to each sender of `arrived`, which gets the
-    sums. Returns (sums of own rows [own, X], number of rows in each region).
+    own: int64 indices. answers: the senders' COMBINE regions for the sums. Returns (sums of own
+    rows [own, X], number of rows in each region).
     """
     counts = [int(region["count"][0]) for region in arrived]
     own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}

@@ -17,8 +17,8 @@ def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Te
     """Choose each row's experts: (global ids [B, K] int64, weights [B, K] fp32).
 
     Scores are sigmoids, or a softmax. The choice goes by score + bias: first groups (by the sum of
-    their best two experts; with softmax by their best), then experts in them. Weights are the plain
-    scores, normalised and scaled as the model's configuration says.
+    their best two experts; with softmax by their best), then experts. Weights are the plain scores,
+    normalised and scaled.
     """
     logits_BE = F.linear(x_BX.float(), moe.gate)
     scores_BE = logits_BE.softmax(dim=-1) if config.softmax_gate else logits_BE.sigmoid()

@@ -47,8 +47,8 @@ class MixtureOfExperts(Mixtures, Protocol):
     ) -> Generator[Awaited, None, Tensor]:
         """Return x_BX plus MoE layer number `layer` of normed_BX; x_BX is not changed.
 
-        live_B: bool; only live rows visit experts. Before each wait it yields the awaited put, so
-        instances in one thread can take turns. A wait raises what the exchange raises.
+        live_B: bool; only live rows visit experts. It yields each awaited put, so instances in one
+        thread can take turns. A wait raises what the exchange raises.
         """
 
 
@@ -60,5 +60,5 @@ class NormedMixture(Mixtures, Protocol):
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X).
 
-        Arguments and yields are as of MixtureOfExperts.phases; a failed wait is an error word.
+        As MixtureOfExperts.phases, but a failed wait is an error word.
         """

@@ -25,8 +25,8 @@ def pack_rows(
 ) -> tuple[Tensor, list[int]]:
     """Find each instance's rows, the live ones that have an expert there: ([N, B] int64, counts).
 
-    Rows ascend. seat_E: int64, the instance of each expert. regions: each instance's DISPATCH
-    region for its rows and their number; None: nothing is written.
+    Rows ascend. seat_E: int64, each expert's instance. regions: DISPATCH regions for the rows;
+    None: nothing is written.
     """
     owner_BK = seat_E[expert_BK]
     rows_NB, counts = torch.empty(len(regions), len(x_BX), dtype=torch.int64), []
@@ -53,9 +53,8 @@ def combine_sums(
 ) -> Tensor:
     """Return x_BX plus its rows' experts: shared_BX, and each instance's sums.
 
-    rows_NB, counts: of pack_rows. regions: each instance's COMBINE region; None for this instance,
-    whose sums are `own_sum`, and for one without rows. The order of the sum is by instance, whoever
-    was fast.
+    rows_NB, counts: of pack_rows. regions: COMBINE regions, None for this instance, whose sums are
+    `own_sum`, and for one without rows. Sums are added by instance, whoever was fast.
     """
     y_BX = torch.zeros_like(x_BX)
     for rows, count, region in zip(rows_NB, counts, regions, strict=True):

@@ -44,8 +44,6 @@ _COMPILE_LIMIT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class _InstructionSet:
-    """Flags of /proc/cpuinfo that kernels need, and of their compiler."""
-
     fp32: tuple[str, ...] | None
     """CPU flags of the fp32 kernels; None if another set is as good."""
     bf16: tuple[str, ...]
@@ -118,7 +116,6 @@ def _cpu_flags() -> frozenset[str]:
 
 @functools.cache
 def _load(sources: tuple[str, ...], instructions: tuple[str, ...]) -> ctypes.CDLL:
-    """Return the library of these sources, of which the last is compiled."""
     flags = (*_COMPILE, *instructions)
     digest = blake2b(" ".join(flags).encode(), digest_size=8)
     for name in sources:

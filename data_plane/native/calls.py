@@ -1,7 +1,7 @@
 """The C interface of the compiled kernels: every function's arguments, and a layer's fields.
 
-The signatures repeat kernels.cpp, which explains each argument. Arguments go by place: ctypes knows
-no names, and microseconds between calls count (docs/decisions/0014, benchmarks/cpu/decode_cpu.py).
+kernels.cpp explains each argument. They go by place: ctypes knows no names, and microseconds
+between calls count (docs/decisions/0014, benchmarks/cpu/decode_cpu.py).
 """
 
 from __future__ import annotations
@@ -171,8 +171,7 @@ def calls_of(
 ) -> SimpleNamespace:
     """Return the library's functions for rows and packed weights, by the names of kernels.cpp.
 
-    dtype, weight_dtype: float32 or bfloat16; weights are no wider than rows, and for AMX no
-    narrower. processors: their address.
+    Weights are no wider than rows, and for AMX no narrower. processors: their address.
     """
     calls, form = SimpleNamespace(), _FORMS[dtype, weight_dtype]
     for name, arguments in _SIGNATURES.items():

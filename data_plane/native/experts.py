@@ -1,7 +1,7 @@
 """The gate, the experts and the rows on their way to them in compiled code.
 
-The slow references, with the legends, are the functions of the same name in moe/gate.py,
-moe/experts.py and moe/rows.py. Python does little between two calls: docs/decisions/0014.
+The slow references, with legends: the functions of the same name in moe/gate.py, moe/experts.py,
+moe/rows.py. Python does little between calls: docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from data_plane.native.calls import LONG, POINTER
 from data_plane.native.packing import packed_address
 
 _NOWHERE = (None,) * 7
-"""An absent region."""
 
 
 def region_places(region: Region) -> list[int | None]:

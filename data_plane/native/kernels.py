@@ -1,8 +1,7 @@
 """The arithmetic of a layer in compiled code, on the processors of an instance.
 
-The slow references, with the legend, are the functions of the same name in model/layers.py. Python
-does little between two calls, and never takes len of a tensor, which runs Python code:
-docs/decisions/0014.
+The slow references, with the legend: model/layers.py. Python does little between calls, and never
+takes len of a tensor, which runs Python code: docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
         self._heads: dict[int, tuple[LayerWeights, Any]] = {}
         self.calls = self._calls
-        """The compiled functions, for NativeMixtures."""
         self.attention_call = self._calls.attention
-        """The compiled attention, for NativeAttention."""
 
     def attention_rows(
         self,

@@ -152,7 +152,6 @@ class NativeMixtures:
                 self._told[int(channel is Channel.COMBINE), epoch & 1, put.source] = epoch + 1
 
     def _begin_term(self) -> None:
-        """Take the addresses of the regions, which change with the term."""
         self._begun = self._exchange.exchange
         self._told.zero_()
         self._peers = tuple(self._addresses(parity) for parity in (0, 1))

@@ -57,7 +57,7 @@ class NativePacking:
     """Packs weights for the kernels of one dtype; a model.linear.Packing."""
 
     keeps_fp8 = False
-    """FP8 weights are converted: the kernels have no FP8 arithmetic."""
+    """The kernels have no FP8 arithmetic."""
     keeps_heads = False
 
     def __init__(
@@ -66,10 +66,9 @@ class NativePacking:
         """dtype: of rows. keeps_bf16: pack weights of bf16 where rows are fp32."""
         self._dtype = dtype
         self.keeps_bf16 = keeps_bf16 and dtype == torch.float32
-        """True if all matrices but gates' stay bf16 while rows are fp32."""
+        """For all matrices but gates'."""
         self._weight_dtype = torch.bfloat16 if keeps_bf16 else dtype
         self.processors = processors
-        """The threads of the kernels, the caller's included."""
         self._calls = calls_of(library, dtype, self._weight_dtype, processors.address)
         self._fp32_calls = calls_of(library, torch.float32, torch.float32, processors.address)
         self._arenas = _Arenas()

@@ -37,9 +37,9 @@ class PrefillStage(NamedTuple):
 
     stage: StageEdge[CpuStageModel]
     fp8_rank: int | None
-    """The model's kv_lora_rank if instances keep KV in FP8, else None."""
+    """kv_lora_rank if instances keep KV in FP8."""
     offset: int
-    """Bytes of a page of KV before those of the stage's layers."""
+    """Bytes of a page before the stage's layers."""
 
     def part(self, ticket: int, page: int) -> tuple[int, np.ndarray]:
         """Return the stage's part of a computed page: the bytes before it, and its bytes.
@@ -60,8 +60,8 @@ def build_prefill_stage(
 ) -> PrefillStage:
     """Load the layers of one of `prefill.stages`, every expert included; none of them samples.
 
-    segments: of the stages, apart from the instances'. Raises ValueError naming the checkpoint's
-    fault, or that the model exceeds this machine's free memory.
+    segments: of the stages. Raises ValueError naming the checkpoint's fault, or that the model
+    exceeds this machine's free memory.
     """
     model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
@@ -81,8 +81,8 @@ def build_prefill_stage(
 def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> KvProbe:
     """Compute the probe of engines; a MemberSpec names this factory.
 
-    It loads the first layers, up to attention of the first MoE layer, and keeps only their KV.
-    Raises ValueError naming the checkpoint's fault.
+    It keeps only KV of the first layers, up to attention of the first MoE layer. Raises ValueError
+    naming the checkpoint's fault.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     model, dtype = model_of(config, checkpoint), torch_dtype(config.data_plane)

@@ -42,7 +42,6 @@ _REFUSALS = {
     "restarted": EngineOutcome.RESTARTED,
     "refused": EngineOutcome.MISMATCH,
 }
-"""Outcomes of connectors.ticket.refused's kinds."""
 
 
 class EngineCompletion:

@@ -1,7 +1,7 @@
 """Tickets for engines, and their probe by rings of this member.
 
 For engines the member is one more instance after the last, so a probe's pages go the way of all
-pages, by shared memory or TCP.
+pages.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class EngineProbe:
     ) -> EngineTicket:
         """Return the ticket to write these runs of pages (first page, count, instance).
 
-        writer: the engine's number. process: the one that passed its latest probe; empty in a
-        probe.
+        process: the engine's process of its latest probe; empty in a probe.
         """
         segments, data_plane = self._segments, self._data_plane
         backend = data_plane.page_backend

@@ -31,15 +31,13 @@ class Engine:
     """One engine, and its record since the start."""
 
     index: int
-    """The engine's number, also that of its rings."""
+    """Also of its rings."""
     url: str
     process: str = ""
-    """The engine's process, from the answer to the latest probe."""
+    """From the answer to the latest probe."""
     state: EngineState = EngineState.RESTING
     problem: str = "it has not answered yet"
-    """The reason why it is not up."""
     probe_at: float = 0.0
-    """The time of its next probe."""
     is_being_probed: bool = False
     num_failures_in_a_row: int = 0
     busy_until: float = 0.0

@@ -1,8 +1,8 @@
 """The prefill without a model: engines compute the prompts, and write the pages themselves.
 
-An engine's answer means a computed prompt, not arrived pages. So an attempt ends when the
-controller reports the arrival, or at its deadline. The next attempt has the same ticket: its pages
-hold the KV of the same tokens whoever wrote it, and a receiver takes each page once.
+An engine's answer means a computed prompt, not arrived pages, so an attempt ends when the
+controller reports the arrival, or at its deadline. The next has the same ticket: its pages hold the
+same tokens' KV, and a receiver takes each once.
 """
 
 from __future__ import annotations
@@ -40,26 +40,22 @@ from nanocp.values.plan import Transfer, TransferFailed
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_PROMPTS = 4096
-"""Most prompts that wait for an engine; more are given up at once."""
+"""More are given up at once."""
 NO_ENGINE_S = 10.0
-"""A prompt is given up if no engine has been up for this long."""
+"""Longest time without an engine before prompts are given up."""
 _REPORT_S = 0.5
 _SAY_S = 10.0
-"""Interval of messages about the start, until all engines have been probed and one is up."""
+"""Interval of messages about the start."""
 _START_SHARE = 0.75
-"""Share of start_timeout_ms after which this member reports why it is not ready."""
+"""Share of start_timeout_ms before a report of the obstacle."""
 
 
 class _Answered(NamedTuple):
-    """An engine's answer to an attempt."""
-
     attempt: _Attempt
     answer: EngineAnswer
 
 
 class _Probed(NamedTuple):
-    """The end of a probe."""
-
     engine: Engine
     answer: EngineAnswer
 
@@ -70,7 +66,6 @@ class _Prompt:
     token_ids: Sequence[int]
     since: float
     problems: list[str] = field(default_factory=list)
-    """The failure of each attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +81,8 @@ class _Attempt:
 def run_external_prefill(spec: MemberSpec) -> None:
     """Have engines compute prompts until the controller asks for a shutdown.
 
-    `spec.factory` names a callable(config, checkpoint, progress) that makes a prefill.probe.Probe.
-    Raises FailureReported or ControllerLost if the prefill failed.
+    `spec.factory` names a callable(config, checkpoint, progress) -> Probe. Raises FailureReported
+    or ControllerLost if the prefill failed.
     """
     config = spec.config
     with running(spec) as (link, held):
@@ -124,13 +119,10 @@ class ExternalLoop:
         self._pool = EnginePool(prefill.engines, prefill.max_tokens_in_flight)
         self._waiting: deque[_Prompt] = deque()
         self._answers: SimpleQueue[_Answered | _Probed] = SimpleQueue()
-        """Answers of engines, which outlive a controller and its inbox."""
+        """They outlive a controller and its inbox."""
         self._attempts: dict[int, _Attempt] = {}
-        """Attempts by ticket."""
         self._unprobed = {engine.index for engine in self._pool.engines}
-        """Engines before the end of their first probe."""
         self._term = 0
-        """The present term; 0 before the first."""
         self._is_ready = False
         """True once every engine has been probed and one is up."""
         self._reported: EnginesNow | None = None

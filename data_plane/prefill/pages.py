@@ -1,7 +1,6 @@
 """The results of a prompt: KV for probes of engines, and pages as bytes.
 
-Stages compute prompts (step/stage.py). Legend: T tokens, L layers, H heads, E width of a head's
-keys, V a head's values, C width of `wire_q`, X hidden, W width of KV, S = 64.
+Legend: that of attention_kinds/kind.py, L layers, S = 64.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def begin_state(
 def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:
     """Return a page, or some layers of it, as instances keep it: uint8.
 
-    fp8_rank: the model's kv_lora_rank if they keep KV in FP8, else None.
+    fp8_rank: the model's kv_lora_rank if that is FP8.
     """
     kept = kv_LSW if fp8_rank is None else quantise(kv_LSW, fp8_rank)
     payload: np.ndarray = kept.contiguous().view(torch.uint8).numpy()

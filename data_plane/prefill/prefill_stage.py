@@ -1,7 +1,7 @@
 """A stage of the prefill: `python -m data_plane.prefill.prefill_stage`, or a thread of the prefill.
 
-It sends KV of its layers, page by page, into the instances' rings, and log probabilities of prompts
-to front ends. As a process it ends when the pipe to the prefill does.
+It sends KV of its layers into the instances' rings, and log probabilities of prompts to front ends.
+As a process it ends when the pipe to the prefill does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from nanocp.values.plan import PAGE_SIZE, Transfer
 logger = logging.getLogger(__name__)
 
 _WAIT_MS = 2.0
-"""Longest single wait for hidden rows, between looks for messages."""
+"""Longest single wait for hidden rows."""
 
 
 class PrefillEnds(Exception):
@@ -90,17 +90,15 @@ class PrefillStageLoop:
         self._num_instances = spec.member.config.cluster.num_instances
         self._ring = prefill_ring(spec.stage)
         self._is_alone = spec.member.config.prefill.stages == 1
-        """If so, a failed pass costs its prompts; else the whole prefill, since others wait for it.
-        """
+        """If so, a failed pass costs its prompts; else the whole prefill."""
         self._inbox: Queue[Any] = Queue()
         self._writers: dict[int, PageRingWriter] = {}
-        """The present term's rings by instance."""
         self._next_term: JoinTerm | None = None
         self._plans: deque[PassPlan] = deque()
         self._tickets: dict[int, tuple[Transfer, dict[int, int]]] = {}
         """Ticket -> (transfer, {page: instance}) of pages to be sent."""
         self._failed: set[int] = set()
-        """Tickets of failed passes; later passes hold more of them until their table ends."""
+        """Later passes hold more of them until their table ends."""
 
     def run(self) -> None:
         """Work until the prefill ends it, which raises PrefillEnds."""
@@ -121,7 +119,7 @@ class PrefillStageLoop:
             self._writers.popitem()[1].close()
 
     def _read(self) -> None:
-        """Take messages from the pipe, and end the term at once for a waiting thread."""
+        """Take messages; end the term at once for a waiting thread."""
         with contextlib.suppress(EOFError, OSError):
             while (message := self._pipe.recv()) is not None:
                 if isinstance(message, JoinTerm):
@@ -203,7 +201,7 @@ class PrefillStageLoop:
         return ticket not in self._tickets
 
     def _join(self, term: JoinTerm) -> None:
-        """Attach to the rings of a term. They are new: nothing of an earlier term gets there."""
+        """Attach to the new rings of a term."""
         self.close()
         self._segments.term.number = term.number
         self._segments.meet(term.places)

@@ -1,7 +1,7 @@
 """The probe: a fixed prompt whose first layers of KV are known, so that other KV never serves.
 
-It compares numbers, where a fingerprint compares shapes: it sees another layout of the rotated key,
-another rope, other positions, and other weights before the first experts, but not wrong experts.
+It compares numbers, a fingerprint shapes: it sees another layout of the rotated key, another rope,
+other positions, other weights before the first experts, but not wrong experts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Probe(Protocol):
     token_ids: tuple[int, ...]
     """The prompt; every position's KV is checked."""
     num_layers: int
-    """Layers of a page."""
     page_bytes: int
     num_state_pages: int
-    """Pages of the prompt's recurrent state, behind those of KV; 0: there is none."""
+    """Of the recurrent state, behind those of KV."""
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
         """Return the fault of the pages, by number uint8 [page_bytes]; None if they are right."""
@@ -69,8 +68,8 @@ class KvProbe:
         """expected: KV of the first layers, [layers, NUM_TOKENS, width], in its dtype.
 
         num_layers: of a page. parts: names and slices of a token's KV. fp8_rank: the model's
-        kv_lora_rank if pages are in FP8, else None. states: frame 0 has the prompt's in the first
-        layer, frame 1 is free; None: the model has none.
+        kv_lora_rank if pages are in FP8. states: frame 0 has the prompt's in the first layer, frame
+        1 is free.
         """
         self.fingerprint = fingerprint
         self.token_ids = token_ids
@@ -123,7 +122,6 @@ class KvProbe:
         return data.view(self._expected.dtype)
 
     def _off(self, layer: int, found: Tensor, expected: Tensor) -> str | None:
-        """Describe the difference of the two, if it is too large."""
         error, largest = (found - expected).abs(), expected.abs().amax(dim=-1, keepdim=True)
         if self._expected.dtype != torch.float32 and layer == 0 and self._fp8_rank is None:
             is_off = bool((error > _MAX_ROW_ERROR * largest).any())

@@ -16,10 +16,9 @@ class StageSpec(NamedTuple):
     """The first message to a stage's process, with all that it needs."""
 
     member: MemberSpec
-    """The stage's prefill."""
     stage: int
     links_id: str
-    """Prefix of the shared memory between the stages."""
+    """Prefix of the stages' shared memory."""
 
 
 class BeginPrompt(NamedTuple):
@@ -27,11 +26,9 @@ class BeginPrompt(NamedTuple):
 
     transfer: Transfer
     token_ids: tuple[int, ...]
-    """The prompt, for the first stage and, with num_top, for the last; else empty."""
+    """For the first stage and, with num_top, the last; else empty."""
     num_top: int | None = None
-    """For the last stage: most likely tokens beside each token of the prompt. None: no log
-    probabilities.
-    """
+    """For the last stage: likely tokens beside each prompt token; None: no log probabilities."""
     front_end: str = ""
     """host:port for the log probabilities."""
 

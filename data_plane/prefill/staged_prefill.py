@@ -1,7 +1,7 @@
 """The prefill with stages: one planner of passes over prompts, and stages of some layers each.
 
-The controller sees one member. Several stages are processes, one alone is a thread. A lost stage
-ends the prefill, and a new one takes its place: the other stages' part of a prompt is useless.
+Several stages are processes, one alone is a thread. A lost stage ends the prefill, and a new one
+takes its place: the other stages' part of a prompt is useless.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from nanocp.values.plan import AbortRequested, Arrival
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
-"""Longest wait for the end of a stage's process."""
+"""Longest wait for a stage's end."""
 
 
 class PassScheduler(Protocol):
@@ -63,9 +63,8 @@ class PassScheduler(Protocol):
 def run_staged_prefill(spec: MemberSpec) -> None:
     """Run the prefill and its stages until the controller asks for a shutdown.
 
-    `spec.planner` names a callable(config) that makes a PassScheduler, `spec.factory` the maker of
-    a prefill_stage.PagesOfStage. Raises FailureReported or ControllerLost if the prefill or a stage
-    failed.
+    `spec.planner`: callable(config) -> PassScheduler; `spec.factory` makes a PagesOfStage. Raises
+    FailureReported or ControllerLost if the prefill or a stage failed.
     """
     with running(spec) as (link, held):
         own = spec.config.of_prefill_stages
@@ -106,8 +105,7 @@ class StagedPrefillLoop(TicketLoop):
     ) -> None:
         """limit_ms: longest time of the stages for a pass.
 
-        all_loaded: called once every stage has loaded, to start the heartbeat: imports and loading
-        may keep threads from running.
+        all_loaded: starts the heartbeat once every stage has loaded: loading may block threads.
         """
         super().__init__(link)
         self._all_loaded = all_loaded
@@ -118,22 +116,20 @@ class StagedPrefillLoop(TicketLoop):
         self._number = 0
         """The number of the present term."""
         self._num_failed = 0
-        """Failed passes, after which pages may be missing."""
+        """Failed passes; pages may be missing after one."""
         self._waiting: dict[int, PrefillRequest] = {}
         """Ticket -> request, before its first pass."""
         self._open: set[int] = set()
-        """The present term's tickets that are neither cancelled nor complete."""
+        """Neither cancelled nor complete."""
         self._events: list[Arrival | AbortRequested | PassDone] = []
         self._unloaded = set(range(num_stages))
-        """Stages that have yet to load."""
         self._unjoined: set[int] = set()
-        """Stages that have yet to join the term."""
         self._percents = [0] * num_stages
         self._next_runs = [0] * num_stages
-        """Each stage's oldest pass that it has not run."""
+        """Each stage's oldest pass to run."""
         self._num_planned = 0
         self._deadline_s = 0.0
-        """Latest time of a stage's next pass, while one is in flight."""
+        """Of a stage's next pass."""
 
     def report(self, stage: int, message: Any) -> None:
         """Take a stage's report, from any thread."""
@@ -209,7 +205,6 @@ class StagedPrefillLoop(TicketLoop):
     # --- passes
 
     def _plan(self) -> None:
-        """Plan passes up to the limit in flight."""
         while True:
             events, self._events = self._events, []
             plan = self._scheduler.plan_pass(events, time.monotonic_ns() // 1000)

@@ -12,7 +12,7 @@ from nanocp.values.members import Said
 from nanocp.values.plan import TransferFailed
 
 MAX_QUEUED_PROMPTS = 4096
-"""Most transfers that wait for the prefill; more are given up at once."""
+"""More are given up at once."""
 
 
 class TicketLoop(ABC):

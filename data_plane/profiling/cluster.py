@@ -57,11 +57,10 @@ class LaneTimes(NamedTuple):
 
     one_us: float
     two_us: float
-    """In two lanes (micro-batches)."""
     one_waited_us: float = 0.0
-    """Idle time of that step: no awaited put was here."""
+    """Time without an arrived put."""
     two_waited_us: float = 0.0
-    """Idle time in two lanes."""
+    """The same in two lanes."""
 
 
 class MeasuringCluster:
@@ -153,10 +152,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """Return one answer of every instance, in order.
-
-    Raises RuntimeError for the first failed instance: the others wait for it in vain.
-    """
+    """Return one answer of every instance; RuntimeError for the first failed one."""
     answers: dict[int, Any] = {}
     while len(answers) < len(pipes):
         for ready in wait([pipe for instance, pipe in enumerate(pipes) if instance not in answers]):
@@ -319,7 +315,6 @@ class _Instance:
         sample_rows(step.logits_of(list(range(rows))), [_GREEDY] * rows, nothing, nothing)
 
     def _run_turn(self, rows: int, stride: int) -> None:
-        """Run a turn of drafting; stride: step rows to a live one."""
         engine, lane_step, _ = self._lanes[0]
         step = cast(DraftingStep, lane_step)
         engine.rows.live[:rows] = np.arange(rows) % stride == 0
@@ -328,7 +323,6 @@ class _Instance:
         step.draft_logits_of(list(range(0, rows, stride))).argmax(dim=-1)
 
     def _load(self, engine: GraphEngine, batch: Batch) -> int:
-        """Stage the batch and its rows' state; return the number of rows here."""
         rows = [request for request in batch if request.moe_binding == self._instance]
         self._stage(engine.stage(self._window), batch)
         engine.staged()
@@ -389,7 +383,6 @@ class _Instance:
 
 
 def _fill_row(local: LocalPages, row: int, pages: range, first_frame: int) -> int:
-    """Set a row to pages in adjacent frames; returns the next free frame."""
     local.num_pages[row] = len(pages)
     local.page[row, : len(pages)] = pages
     local.frame[row, : len(pages)] = range(first_frame, first_frame + len(pages))

@@ -21,11 +21,10 @@ _LONG_SLICE_NS = 100_000_000
 def let_others_in() -> None:
     """Let threads that wake up on this thread's processor run at once from now on.
 
-    Linux lets them wait for the rest of a slice, a millisecond or more, but a thread in place of a
-    network card must not wait. A thread of longer slices is interrupted by one of shorter slices;
-    its share of the processor stays. Linux before 6.12 has no such slices. Threads started before
-    keep theirs. In a process with a real-time priority (`chrt -f 10`, for a busy machine) this
-    thread takes the one below.
+    Linux lets them wait for the rest of a slice, a millisecond or more; a network card would not.
+    So this thread gets longer slices (Linux 6.12 or later), which shorter ones interrupt; threads
+    started before keep theirs. In a process with a real-time priority (`chrt -f 10`, for a busy
+    machine) it takes the one below.
     """
     policy = os.sched_getscheduler(0)
     if policy in (os.SCHED_FIFO, os.SCHED_RR):
@@ -40,19 +39,16 @@ def let_others_in() -> None:
 class LateExchange(ShmExchange):
     """An end of the exchange that publishes each put after the time of a link.
 
-    The sender goes on at once; puts keep their order. From the first late put on, the publishing
-    thread interrupts the sender (`let_others_in`). Latency and rate change only while no put is on
-    its way.
+    The sender goes on at once; puts keep their order. The publishing thread interrupts the sender
+    (`let_others_in`). Latency and rate change only while no put is on its way.
     """
 
     late_s = 0.0
-    """The link's latency."""
     ns_per_byte = 0.0
-    """The link's time for a byte; it carries one put after the other."""
+    """The link carries one put after the other."""
     _free_s = 0.0
-    """The time at which the link has carried all puts."""
     _link: int | None = None
-    """class LateLink of data_plane/native/late.h."""
+    """class LateLink of native/late.h."""
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
         """Publish the region later.

@@ -14,17 +14,17 @@ class PhaseTimes(NamedTuple):
     """Microseconds of one step's phases (step.probe.Phase), as the mean of its layers."""
 
     attention_us: float
-    """Attention, mean of all layers."""
+    """Mean of all layers."""
     exchange_us: float
-    """Exchange, mean of all layers."""
+    """Mean of all layers."""
     other_us: float
-    """Mean of all layers: norms, projections, appends, gate, shared expert, dense MLP."""
+    """Norms, projections, appends, gate, shared expert, dense MLP; mean of all layers."""
     dispatch_combine_us: float
-    """Dispatch and combine, mean of the MoE layers."""
+    """Mean of the MoE layers."""
     expert_us: float
-    """Experts, mean of the MoE layers."""
+    """Mean of the MoE layers."""
     step_us: float
-    """Once a step: all before the first layer and after the last one, sampling included."""
+    """All before the first layer and after the last one, sampling included."""
 
 
 class PhaseClock:

@@ -1,8 +1,7 @@
 """All stages of a pipeline in one thread, with each pass's processor time at each.
 
-Stages in one process never wait for a core, so processor times depend little on other load;
-`makespan_us` computes the time of a pipeline with a core for each stage. Links and rings are a
-service's.
+So no stage waits for a core, and other load matters little; `makespan_us` computes the time of a
+pipeline with a core for each stage.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class PassTime:
 
     number: int
     after: int
-    """The first stage waits for the tokens of this pass and of all before; -1: for none."""
+    """The first stage awaits the tokens of all passes up to this; -1: of none."""
     spans: tuple[Span, ...]
     stage_us: list[float]
-    """For each stage, with its moves of layers since its last pass."""
+    """With moves of layers since the stage's last pass."""
     layers_us: list[float] = field(default_factory=list)
     """Each layer but the model's last, which is cut short without sampling."""
     sample_us: float = 0.0
@@ -130,7 +129,7 @@ class TimedStages:
             time.sleep(_IDLE_S)  # for weights that another thread reads
 
     def _go_on(self, number: int, timed: _Timed) -> bool:
-        """Run one stage until it waits; returns True if it has ended an item."""
+        """Run one stage until it waits; True if it has ended an item."""
         begin_ns = time.thread_time_ns()
         if timed.running is None and timed.items:
             timed.running = timed.stage.run(timed.items[0])
@@ -150,7 +149,6 @@ class TimedStages:
         return has_ended
 
     def _time_parts(self, number: int, stage: _Stage) -> None:
-        """Time a stage's layers, sampling, and moves."""
 
         def timed(part: Callable[..., Any], add: Callable[..., None]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """A member as a plain process: `python -m data_plane.programs.process`.
 
-Standard input has a pickled MemberSpec, after a SpareSpec in a spare. It exits with 0 after a
-shutdown, else with 1 and a sentence on standard error unless the controller has it.
+Standard input has a pickled MemberSpec, after a SpareSpec in a spare. Exit status 0 means a
+shutdown, else 1, with a sentence on standard error unless the controller has it.
 """
 
 from __future__ import annotations

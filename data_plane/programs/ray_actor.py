@@ -35,7 +35,6 @@ class MemberActor:
 
 
 def _release(spec: MemberSpec) -> None:
-    """Remove the cluster's shared memory and sockets on this node."""
     unlink_cluster(spec.cluster_id)
     if spec.carrier:
         Path(spec.carrier.removeprefix("unix:")).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The gates of the reference model: their near-ties, and the other choice there.
 
-The last bits of a gate's fp32 sums depend on their order. Where two experts or groups are closer
-than that, both choices are right, and their texts differ.
+Where two experts or groups are closer than the rounding of fp32 sums, both choices are right, and
+their texts differ.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 GATE_NEAR_TIE = 2e-6
-"""Scores this close are tied: five times the seen difference of two orders of summation
-(docs/log.md).
-"""
+"""Five times the seen difference of two orders of summation (docs/log.md)."""
 
 
 class GateDecision(NamedTuple):
@@ -60,10 +58,7 @@ class ReferenceGates:
 
 
 def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
-    """Return the choice if all chosen had scored GATE_NEAR_TIE less.
-
-    It is [tokens, experts per token].
-    """
+    """Return the choice [tokens, experts per token] if all chosen had scored GATE_NEAR_TIE less."""
     choice: Tensor = scores if _is_softmax(router) else scores + router.e_score_correction_bias
     has_groups = hasattr(router, "topk_group") and getattr(router, "topk_method", None) != "greedy"
     num_groups, groups_per_token = (router.num_group, router.topk_group) if has_groups else (1, 1)
@@ -79,7 +74,7 @@ def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def _is_softmax(router: Any) -> bool:
-    """Return True for softmax scores: in `transformers` only gates of sigmoids have a bias."""
+    """Return True for softmax scores: only gates of sigmoids have a bias."""
     return not hasattr(router, "e_score_correction_bias")
 
 

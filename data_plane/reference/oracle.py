@@ -22,7 +22,7 @@ _ATTENTION = "sdpa_of_equal_widths"
 _SCALE = "_scale_inv"
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 _MAX_TRIES = 8
-"""Most near-ties of the gates tried the other way for one output; each costs a forward."""
+"""Most near-ties tried the other way for one output; each costs a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Verdict:
     first_wrong: int | None
     """Index of the first wrong token, or None."""
     near_ties: int
-    """Near-ties that the output decided otherwise than the reference.
+    """Near-ties decided otherwise than by the reference.
 
-    These are tokens within NEAR_TIE of the argmax, and gates' choices within GATE_NEAR_TIE of
-    another that had to be taken the other way for the output to be right.
+    Tokens within NEAR_TIE of the argmax, and gates' choices within GATE_NEAR_TIE that had to be
+    changed for the output to be right.
     """
 
     @property
@@ -50,7 +50,7 @@ def _attention(
 ) -> tuple[Any, None]:
     """Run `transformers`' sdpa, with values padded to the width of the keys.
 
-    torch's kernel that keeps no scores needs equal widths, which MLA does not have.
+    torch's kernel needs equal widths, which MLA does not have.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -63,8 +63,8 @@ def _attention(
 def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
     """Load the reference model, with repairs for published folders.
 
-    `transformers` wants a float where Ling publishes -5, has no name for Kimi-K2, whose rules are
-    DeepSeek-V3's, and de-quantises FP8 with another package, by blocks of other sizes.
+    `transformers` wants a float for Ling's -5, does not know Kimi-K2, whose rules are
+    DeepSeek-V3's, and de-quantises FP8 in other blocks.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -87,7 +87,6 @@ def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
 
 
 def _plain_weights(checkpoint: Path, block: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return every tensor of a folder; FP8 ones are multiplied with their blocks' scales."""
     from safetensors.torch import load_file
 
     stored: dict[str, torch.Tensor] = {}
@@ -136,9 +135,7 @@ def _limited_experts(
 
 
 Distance = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-"""The distance of each output token from its logits' choice: ([output, vocabulary], output ids) ->
-[output], 0 for that choice.
-"""
+"""Each output token's distance from its logits' choice: ([output, vocabulary], ids) -> [output]."""
 
 
 def below_highest(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tensor:
@@ -183,10 +180,7 @@ class Oracle:
         output_ids: Sequence[int],
         distance: Distance = below_highest,
     ) -> Verdict:
-        """Judge an output, by default a greedy one. prompt_ids: at least one.
-
-        Nothing after a wrong token is judged or counted: it continues another text.
-        """
+        """Judge an output, by default a greedy one, up to its first wrong token."""
         if not output_ids:
             return Verdict(0, None, 0)
         verdict, ties = self._compare(prompt_ids, output_ids, frozenset(), distance)

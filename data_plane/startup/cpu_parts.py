@@ -22,7 +22,6 @@ class CpuParts(NamedTuple):
     kernels: Kernels
     attention: Attention
     sentences: list[str]
-    """For an operator: each choice with its reason."""
 
 
 def cpu_parts(data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path) -> CpuParts:

@@ -135,7 +135,7 @@ def build_gpu_instance(
 def _set_queues(cluster: ClusterConfig, environment: MutableMapping[str, str]) -> None:
     """Give streams of instances that share a GPU a queue each, before any call of CUDA.
 
-    With the driver's 8 queues a replay takes a third of the processor time (docs/use/gpu.md).
+    With 8 queues a replay takes a third of the processor time (docs/use/gpu.md).
     """
     if min(cluster.num_instances, cluster.instances_per_node) > torch.cuda.device_count():
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -151,7 +151,6 @@ def _nvshmem_obstacle(cluster: ClusterConfig, device: torch.device) -> str:
 
 
 def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
-    """Return the Capture of the lanes' steps, and of drafting behind those of one lane."""
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
     draft = lanes[0].step.draft if config.scheduler.num_drafts else None
     return (eager if config.data_plane.eager else CudaGraphs)(*first, *beside, draft=draft)
@@ -167,7 +166,6 @@ def _num_slots(cluster: ClusterConfig, model: ModelConfig, dispatch: str) -> int
 def _selected(
     config: Config, attention_choice: str, sentences: Sequence[str], weights_choice: str
 ) -> list[str]:
-    """Return the choices for an operator. weights_choice: empty without FP8 weights."""
     data_plane = config.data_plane
     exchange = "exchange: cuda_ipc, peers' memory on one node"
     if data_plane.has_nvshmem:
@@ -198,7 +196,6 @@ def _both_lanes(
 
 
 def _fused_obstacle(config: Config, device: torch.device) -> str:
-    """Return why a MoE layer cannot be one launch here; empty if it can."""
     if config.data_plane.dispatch_backend != "fused":
         return _NOT_TIMED
     return fused_obstacle(
@@ -213,7 +210,6 @@ class _Meeting:
     """Maps the memory of a term's instances, which each lane has of its own."""
 
     nixl_ep: NixlEpExchange | None = None
-    """The exchange of experts' rows, if it has its own connections."""
 
     def __init__(
         self, config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
@@ -253,8 +249,6 @@ class _Meeting:
 
 
 class _NvshmemMeeting(_Meeting):
-    """Begins the only term of instances that NVSHMEM connects."""
-
     def _make_memories(self, config: Config, segments: Segments) -> Sequence[TermMemory]:
         self._nvshmem = load_nvshmem(segments.address)
         device = self._lanes[0].step.logits.device
@@ -325,7 +319,7 @@ def _meeting(
     weights: GpuWeights,
     dispatch: str,
 ) -> _Meeting:
-    """Make the meeting of terms; with NIXL-EP also the exchange of experts' rows."""
+    """Make the meeting of terms; with NIXL-EP also the exchange of rows."""
     cluster, first = config.cluster, lanes[0]
     if dispatch == "deep_ep":
         return _DeepEpMeeting(config, instance, segments, first, model, weights)
@@ -340,5 +334,5 @@ def _meeting(
 
 
 def _store_path(segments: Segments) -> str:
-    """Name the file in which DeepEP's instances meet on one node, so no port must be free."""
+    """Name the file in which DeepEP's instances meet, so no port must be free."""
     return f"{tempfile.gettempdir()}/nanocp-{segments.cluster_id}-group"

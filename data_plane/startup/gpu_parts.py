@@ -31,7 +31,6 @@ class GpuParts(NamedTuple):
     exchange: GpuExchange
     """Attach it before the first step."""
     places: RegionPlaces
-    """The places of the exchange's regions in a peer's memory."""
 
 
 def device_of(cluster: ClusterConfig, instance: int) -> torch.device:
@@ -49,10 +48,9 @@ def gpu_parts(
     is_fused: bool = False,
     frames: FramePool | None = None,
 ) -> GpuParts:
-    """Build a step and its parts.
+    """Build a step and its parts on the device of `weights`.
 
-    weights: one instance's, on its device, which gets everything. timeout_ms: longest wait for a
-    peer. is_fused: a MoE layer is one launch, for which `weights` are placed. frames: of another
+    timeout_ms: longest wait for a peer. is_fused: a MoE layer is one launch. frames: of another
     lane, to share; all else is this lane's own. New frames have no recurrent states yet
     (FramePool.carry).
     """

@@ -46,8 +46,7 @@ def build_instance(
 ) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
-    It is not yet connected. prepared: loaded parts. Raises ValueError naming the checkpoint's
-    fault, the misfit, or this machine's lack.
+    Raises ValueError naming the checkpoint's fault, the misfit, or this machine's lack.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     if config.data_plane.device == "cuda":

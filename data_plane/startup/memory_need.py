@@ -38,11 +38,9 @@ class MemoryNeed:
     """Bytes of each instance; the rest of its memory may hold frames."""
 
     experts: int
-    """Slots for experts, the redundant ones too, or 0."""
     other_weights: int
     """Weights that every instance has."""
     exchange: int
-    """Regions to receive from every peer."""
     page: int
     """One frame: a page of all layers."""
     state: int
@@ -65,9 +63,8 @@ def memory_need(
 ) -> MemoryNeed:
     """Return the need of each instance of the cluster of `config`.
 
-    Experts in FP8 stay so on a GPU, and with deep_gemm dense layers too. stores_bf16: the
-    checkpoint has its matrices in bf16, where native kernels keep them. Raises ValueError if the
-    model's KV cannot be in FP8.
+    Experts in FP8 stay so on a GPU, and with deep_gemm dense layers too. stores_bf16: of the
+    checkpoint, which native kernels keep. Raises ValueError if the model's KV cannot be in FP8.
     """
     num_instances, redundant = cluster.num_instances, cluster.redundant_experts
     each = item_bytes(data_plane)
@@ -138,7 +135,7 @@ class StageNeed:
     """Bytes of a stage of a pipeline at its start; the rest may hold frames."""
 
     weights: int
-    """Weights of its layers with all experts, and of the embedding or the head."""
+    """Of its layers with all experts, and the embedding or head."""
     rings: int
     """Rings of hidden rows or tokens, and of KV of layers that move."""
     page: int

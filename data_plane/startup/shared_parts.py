@@ -82,9 +82,7 @@ class MoeBackends(NamedTuple):
     dispatch: str
     """One of DISPATCH_BACKENDS, and not auto."""
     schedule: MoeSchedule | None
-    """The order of work in a fused MoE layer; None if it is not fused."""
     sentences: list[str]
-    """For an operator: both choices, each with its reason."""
 
 
 def moe_backends(

@@ -38,9 +38,8 @@ def build_stage(
 ) -> StageEdge[CpuStageModel]:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
-    It is not yet connected. max_in_flight: as of RingStageLinks. ring_frames: frames of one layer
-    in a ring of KV between two stages. has_mtp: the MTP layer is the last. Raises ValueError naming
-    the checkpoint's fault, the misfit, or this machine's lack.
+    ring_frames: frames of one layer in a ring of KV between two stages. has_mtp: the MTP layer is
+    the last. Raises ValueError naming the checkpoint's fault, the misfit, or this machine's lack.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype, model = torch_dtype(config.data_plane), ModelConfig.from_folder(checkpoint, has_mtp)

@@ -29,7 +29,7 @@ from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import PAGE_SIZE
 
 Parts = Generator[Awaited, None, torch.Tensor]
-"""A part of a step that awaits puts and ends with a tensor."""
+"""A part of a step; it awaits puts and ends with a tensor."""
 
 
 class CpuStep:
@@ -64,10 +64,10 @@ class CpuStep:
             bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
         )
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size)
-        """[max_rows, vocabulary] fp32: the last step's logits, in its first num_rows rows."""
+        """[max_rows, vocabulary] fp32, of num_rows rows."""
         mtp_size = model.hidden_size if weights.mtp else 0
         self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=frames.layers.dtype)
-        """The MTP layer's input beside the next tokens: rows after the model's last norm."""
+        """The MTP layer's other input: rows after the model's last norm."""
         self.drafted = self.hidden
         """The MTP layer's rows, [num_rows, X]."""
 
@@ -102,10 +102,7 @@ class CpuStep:
             pass
 
     def phases(self, context: StepContext) -> Iterator[Awaited]:
-        """Run the step in parts, in inference mode; each awaited put is yielded before the wait.
-
-        A caller that goes on before the put is here waits in the step.
-        """
+        """Run the step in parts, in inference mode; each awaited put is yielded before the wait."""
         x_BX = yield from self._layers(context, self._embed(context), range(self._model.num_layers))
         self._probe("step")
         if num_rows := context.bucket.num_rows:
@@ -263,7 +260,7 @@ class CpuStep:
     ) -> Parts:
         """Phase 4, LSE merge at the MoE binding: [B, H, V].
 
-        Finishing is linear, so it comes before the merge (latent form) or after it (absorbed form).
+        Finishing is linear: it precedes the merge (latent form) or follows it (absorbed form).
         """
         finish, model = self._kernels.finish_attention, self._model
         out = finish(partial_BHO, layer, model) if self._is_latent else partial_BHO
@@ -314,8 +311,6 @@ class CapturedStep:
 
 
 class _Step:
-    """The common values of a step's layers."""
-
     def __init__(
         self, context: StepContext, instance: int, scratch_slot: int, carry: CarryPool | None
     ) -> None:
@@ -336,8 +331,6 @@ class _Step:
 
 
 class _Link:
-    """The rows that go to one peer."""
-
     def __init__(self, peer: int, rows: np.ndarray, tail_rows: list[tuple[int, int]]) -> None:
         self.peer = peer
         self.count = len(rows)
@@ -346,7 +339,6 @@ class _Link:
         self.tail_rows = tail_rows
         """(slot, row) of each row whose new KV the peer appends."""
         self.linked_index = torch.empty(0, dtype=torch.int64)
-        """The place of each row in _Routes.linked_rows."""
 
 
 class _Routes:
@@ -362,7 +354,7 @@ class _Routes:
             slots = np.flatnonzero(holder[rows] == peer)
             self.targets.append(_Link(peer, rows, [(int(slot), int(rows[slot])) for slot in slots]))
         self.sources: list[tuple[int, int, int]] = []
-        """(peer, first received row, end) of each sending peer."""
+        """(peer, first received row, end)."""
         begin = 0
         for peer in np.flatnonzero(tables.num_received).tolist():
             end = begin + int(tables.num_received[peer])
@@ -377,7 +369,7 @@ class _Routes:
 
 
 class _ReceivedRows:
-    """Rows of other instances, gathered from the exchange's regions, sized by the bounds."""
+    """Rows of other instances, sized by the bounds."""
 
     def __init__(self, max_rows: int, q_width: int, kv_width: int, dtype: torch.dtype) -> None:
         self.position = torch.zeros(max_rows, dtype=torch.int64)

@@ -125,11 +125,11 @@ class TorchKernels(TorchPacking):
 def cpu_kernels(
     name: str, dtype: torch.dtype, num_threads: int, keeps_bf16: bool = False
 ) -> tuple[Kernels, str]:
-    """Return the kernels, and a sentence why. name: one of CPU_KERNELS.
+    """Return one of CPU_KERNELS, and a sentence why.
 
-    num_threads: of the instance. keeps_bf16: native kernels keep bf16 weights; torch's widen them.
-    Raises ValueError if native kernels are asked for and unavailable, or if this process may run on
-    fewer cores than it has threads.
+    keeps_bf16: native kernels keep bf16 weights; torch's widen them. Raises ValueError if native
+    kernels are asked for and unavailable, or if this process may run on fewer cores than
+    num_threads.
     """
     assert name in CPU_KERNELS, name
     if name == "torch":

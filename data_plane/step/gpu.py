@@ -1,9 +1,6 @@
 """One decode step of one instance on a GPU, captured for every bucket, without the host.
 
-The slow reference is CpuStep (step/cpu.py). (The paper's section 5.1, Figure 10.)
-
-Legend: B rows, A received attention rows, H heads, C width of `wire_q`, W width of KV, D width of a
-query, O width of a partial, V value width, X hidden size, N instances.
+The slow reference, with the legend, is CpuStep (step/cpu.py). (The paper's section 5.1, Figure 10.)
 """
 
 from __future__ import annotations
@@ -62,9 +59,8 @@ class GpuStep:
             attention,
         )
         self.mixture = mixture
-        """None if the model has no experts."""
         self.check_mixture: Callable[[], None] = lambda: None
-        """Raises the error of a MoE layer's wait that the exchange does not know."""
+        """Raises the error of a MoE layer's own wait."""
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
         dtype, device = embedding.dtype, embedding.device
@@ -79,17 +75,15 @@ class GpuStep:
         }
         self._rows = attention_rows(model, self._weights.rope, frames)
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size, dtype=dtype, device=device)
-        """[max_rows, vocabulary] in the dtype of rows: logits of the last step or its drafting, in
-        its first num_rows rows.
-        """
+        """[max_rows, vocabulary] in the dtype of rows, of the last step or its drafting."""
         mtp_size = model.hidden_size if self._weights.mtp else 0
         self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=dtype, device=device)
-        """The MTP layer's input beside the next tokens: rows after the model's last norm."""
+        """The MTP layer's other input: rows after the model's last norm."""
         self._drafted = torch.zeros_like(self.hidden)
         self._ids = torch.zeros(
             PAGE_SIZE, bounds.max_rows if mtp_size else 0, dtype=torch.int64, device=device
         )
-        """The highest logits of the last step, then of each turn: a row has fewer than a page."""
+        """The highest logits of the last step, then of each turn."""
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._last, self._after = self._ids.new_zeros(2, bounds.max_rows)
 
@@ -175,7 +169,7 @@ class GpuStep:
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Run layers over hidden rows: (the rows, the rows normed by norm_X).
 
-        normed_BX: the rows, normed for the first layer. A norm is computed with the sum before it.
+        normed_BX: the rows, normed for the first layer.
         """
         weights, eps, has_links = self._weights, self._model.norm_eps, context.has_links
         # The norm behind each layer's MLP.
@@ -361,8 +355,6 @@ class GpuStep:
 
 
 class _Local:
-    """The append slots of a step and attention's plan, the same in every layer."""
-
     __slots__ = ("plan", "slots")
 
     def __init__(self, slots: Tensor, plan: Any) -> None:

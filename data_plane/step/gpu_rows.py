@@ -1,7 +1,6 @@
 """The arithmetic of a captured step's rows around attention: fused for latent KV, else by torch.
 
-The slow reference is model/layers.py. Legend: B rows, X hidden, C width of `wire_q`, W width of KV,
-D width of a query, A received rows, H heads, O width of a partial, V value width.
+The slow reference is model/layers.py. Legend: step/cpu.py's.
 """
 
 from __future__ import annotations

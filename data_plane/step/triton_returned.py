@@ -22,8 +22,7 @@ def merge_returned_kernel(
 ):  # fmt: skip
     """Program (row, head): merge the row's returned partials into out and lse, in place.
 
-    slot_ptr [N, rows] int32: the slot of each row at each peer, -1 for none
-    (graph/triton_tables.py).
+    slot_ptr [N, rows] int32: each row's slot at each peer, or -1.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
@@ -61,7 +60,7 @@ def merge_returned_kernel(
 def merge_returned(out_BHV: Tensor, lse_BH: Tensor, exchange: GpuExchange, slot_NB: Tensor) -> None:
     """Merge the partials that a wait for RES found into the rows of out and lse, in place.
 
-    slot_NB: [N, B] int32, the slot of each row at each peer, -1 for none.
+    slot_NB: [N, B] int32, each row's slot at each peer, or -1.
     """
     num_rows, num_heads, width = out_BHV.shape
     partial, lse = (exchange.region(Channel.RES, name) for name in ("partial", "lse"))

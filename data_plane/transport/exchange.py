@@ -2,12 +2,12 @@
 
 Every ordered pair of instances has two regions for each channel (parity = epoch & 1), in the
 *receiver's* memory. The sender writes the region, then its flag. The receiver waits until the flag
-EQUALS the epoch, never at least (protocol.md, equal epochs). A newer flag means that a region was
-reused too early, and raises EpochError. (The paper's section 5.3.)
+EQUALS the epoch (protocol.md, equal epochs); a newer one means that a region was reused too early.
+A channel's epochs count its uses: attention layers, MoE layers, or windows. (The paper's section
+5.3.)
 
-Two regions suffice by the protocol, not by this code: a reply bounds the sender where instances
-have a link, elsewhere the dispatch flags of every peer do. So a channel's epochs count its uses:
-attention layers, MoE layers, or windows for the mailbox.
+Two regions suffice by the protocol: replies bound the sender where instances have a link, elsewhere
+every peer's dispatch flags do.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Channel(IntEnum):
     """The purpose of a region."""
 
     Q = 0
-    """Query, position, live flag and new latent KV of the sender's rows, for the receiver's
-    attention.
-    """
+    """Query, position, live flag and new latent KV for the receiver's attention."""
     RES = 1
     """Partials (partial_o, lse) for the receiver's rows."""
     DISPATCH = 2
@@ -44,8 +42,8 @@ class Channel(IntEnum):
     def in_lane(self, lane: int) -> Channel:
         """Return a lane's channel for the same purpose as this channel of lane 0.
 
-        Each lane (micro-batch) has regions and epochs of its own: instances may interleave the uses
-        of two lanes differently (protocol.md, equal epochs).
+        Each lane (micro-batch) has regions and epochs of its own, since instances may interleave
+        lanes differently (protocol.md, equal epochs).
         """
         return _CHANNELS[self + lane * _LANE_OFFSET]
 
@@ -65,7 +63,7 @@ class Awaited(NamedTuple):
 class Flags(NamedTuple):
     """Addresses of two u64, each epoch + 1 once the region of the epoch was put.
 
-    The writer stores one after all of the region, and wakes sleepers on its low 32 bits.
+    The writer then wakes sleepers on the low 32 bits.
     """
 
     outgoing: int | None
@@ -101,14 +99,11 @@ def side_by_side(fields: Iterable[Field]) -> list[int]:
 
 
 RegionLayout = Mapping[Channel, tuple[Field, ...]]
-"""Each channel's fields of a region, equal on every instance: they follow from the bounds."""
+"""Equal on every instance: they follow from the bounds."""
 
 
 def in_two_lanes(layout: RegionLayout) -> RegionLayout:
-    """Return the layout of a cluster whose windows may run in two lanes.
-
-    A window may also run all its rows in lane 0, so both lanes' regions have full size.
-    """
+    """Return the layout for windows in two lanes, each with full regions."""
     second = {
         channel.in_lane(1): fields
         for channel, fields in layout.items()
@@ -126,18 +121,15 @@ def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
 
 
 NO_TERM = 2**62
-"""A number above those of all terms."""
+"""Above all terms."""
 
 
 class Term:
-    """The term of a process, and whether it is over (protocol.md, terms).
-
-    A thread that reads messages ends it; threads that wait for peers check it.
-    """
+    """The term of a process, and whether it is over (protocol.md, terms)."""
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
-        """Part of the names of the term's segments, so that none is taken for another term's."""
+        """Part of the term's segment names."""
         self._last_ended = 0.0
         self._mirrors: list[np.ndarray] = []
 
@@ -230,7 +222,7 @@ class Exchange(Protocol):
         """
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region: what was written to `outgoing` is visible before the flag is.
+        """Publish the region, which is visible before its flag.
 
         num_rows: the rows that must arrive, of each field that has more than one; None: all.
         """

@@ -1,7 +1,6 @@
 """A 64-bit word in shared memory: one process raises it, another polls, yields, then sleeps.
 
-Linux on x86-64 only: stores become visible in program order, so a process that sees the word also
-sees all that was written before it, without a fence.
+Linux on x86-64 only, whose stores become visible in order: the word proves all earlier writes.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _yields() -> Iterator[None]:
 class Word:
     """A u64 that only grows and that one process writes; its low 32 bits are the futex.
 
-    It keeps the buffer mapped, so a wait in one thread survives a close in another.
+    It keeps the buffer mapped.
     """
 
     __slots__ = ("_cell", "address", "offset")
@@ -132,7 +131,7 @@ class Word:
         self.offset = offset
         self._cell = memoryview(buffer)[offset : offset + 8].cast("Q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset))
-        """The word's address in this process, until the buffer is closed."""
+        """Valid until the buffer is closed."""
 
     def load(self) -> int:
         """The value now."""
@@ -152,8 +151,8 @@ class Word:
     ) -> int | None:
         """Block until the word is `value` or more; return the word's value.
 
-        Returns None after the timeout, or once `go_on()`, asked at least every tick, has returned
-        False. A value that came before that False is returned all the same.
+        Returns None after the timeout, or once `go_on()`, asked at least every tick, is False, but
+        not if the value came before.
         """
         cell = self._cell
         for _ in range(_NUM_POLLS):
@@ -182,8 +181,7 @@ def wait_for_any(
 ) -> bool:
     """Block until a word is its value or more; return True if one is.
 
-    Returns False after the timeout, or once `go_on()`, asked at least every tick, has returned
-    False.
+    Returns False after the timeout, or once `go_on()`, asked at least every tick, is False.
     """
     for _ in itertools.chain(range(_NUM_POLLS), _yields()):
         if any(word.load() >= value for word, value in targets):

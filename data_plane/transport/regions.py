@@ -79,12 +79,12 @@ class TensorExchange:
         """lane: the owner of the regions. Callers name the channels of lane 0."""
         self.exchange = exchange
         self.sent_bytes = dict.fromkeys(Channel, 0)
-        """Bytes of the rows put since the start, by channel."""
+        """Since the start, by channel."""
         self._lane = lane
         self.attention_epoch = 0
-        """Uses of the attention channels in this term, counted by the step."""
+        """Uses in this term, counted by the step."""
         self.moe_epoch = 0
-        """Uses of the MoE channels in this term, counted by the step."""
+        """Uses in this term, counted by the step."""
         self._row_bytes = row_bytes(layout)
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
 

@@ -31,11 +31,11 @@ from nanocp.values.members import Peer
 logger = logging.getLogger(__name__)
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
-"""Pauses before further tries to make a segment for which /dev/shm has no room."""
+"""Before further tries while /dev/shm has no room."""
 _START_PAUSES = 6
-"""Pauses before the first term: an operator waits for the start."""
+"""Before the first term, as an operator waits."""
 _LOOK_S = 0.05
-"""Time between two checks of the term in a pause."""
+"""Between two checks of the term."""
 
 
 class Segment(Protocol):
@@ -97,10 +97,9 @@ class Segments:
     ) -> None:
         """Nothing is shared or served before `own` and `attach`.
 
-        server: where processes of other nodes attach, if any. is_always_tcp: use TCP also within a
-        node. node: this node's identity, by default `node_identity()`. nixl: sends pages to any
-        node; it needs the owner's server. puts: sends the exchange's puts likewise. term: the term
-        of segments, by default the first, which does not end.
+        server: where processes of other nodes attach. is_always_tcp: use TCP also within a node.
+        nixl: sends pages to any node, puts: the exchange's puts; both need the owner's server.
+        term: by default the first, which does not end.
         """
         self.cluster_id = cluster_id
         self.term = term or Term()
@@ -148,9 +147,9 @@ class Segments:
     ) -> OwnedSegment:
         """Make an OwnedSegment of this process in the present term.
 
-        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange
-        puts into it; by NIXL, `bulk` is then for its messages. Waits a bounded time for room: the
-        last term's segments are free once every peer has closed them. Also raises TermOver.
+        page_bytes: for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange puts
+        into it; by NIXL, `bulk` is then for its messages. Waits a bounded time for room, as peers
+        close the last term's segments. Also raises TermOver.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
@@ -190,10 +189,9 @@ class Segments:
     ) -> Segment:
         """Return the instance's segment of this kind, once it exists.
 
-        writer: this writer's name, unique at a time for a segment. block: (offset, bytes) of the
-        data that it writes for the exchange. Raises ExchangeTimeout or PeerLost, which name the
-        instance as their peer, TermOver, or ValueError if the instance cannot be reached or has
-        another configuration.
+        writer: a name, unique at a time. block: (offset, bytes) that it writes for the exchange.
+        Raises ExchangeTimeout or PeerLost, which name the instance, TermOver, or ValueError if the
+        instance cannot be reached or has another configuration.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         by_nixl = has_pages and self._nixl is not None

@@ -1,7 +1,7 @@
 """Named segments in /dev/shm: owned by a living process, mapped by others, swept after its death.
 
-A mapping goes with its last view, so no view can dangle. The owner holds an exclusive flock on its
-file until it ends; a shared flock proves it dead, even if its pid is in use again. Three traps:
+A mapping goes with its last view. The owner holds an exclusive flock until it ends, so a shared
+flock proves it dead, even if its pid is in use again. Three traps:
 
 - A flock stays while any copy of its open file exists. So the lock has a descriptor of its own,
   which is never mapped, and a forked child closes it.
@@ -123,13 +123,13 @@ class OwnedSegment:
         self.data_offset = len(header)
         self.server: SegmentServer | None = None
         self.served_words: tuple[Word, ...] = ()
-        """Words whose values a writer gets when it attaches through the server."""
+        """Sent to a writer that attaches through the server."""
         self.bulk: Any = None
         """Memory for pages apart from the segment, uint8, if they come by NIXL; else None."""
         self.grant = b""
-        """The permission to write into `bulk` for writers that attach through the server."""
+        """The permission to write into `bulk`."""
         self.progress: Callable[[], None] | None = None
-        """Must be called while such a writer writes, unless it is None."""
+        """Must be called while a writer writes, if any."""
         self._lock_fd: int | None = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             _allocate(self._lock_fd, name, len(header) + data_bytes)

@@ -1,10 +1,9 @@
 """The exchange through shared memory and, to other nodes, TCP or NIXL (Linux on x86-64).
 
-Peers on the receiver's node write its segment in place; for others a thread of the receiver does
-(tcp/server.py), or the reader that finds a message of NIXL (nixl/puts.py). A segment has one block
-for each other instance, a block two regions for each channel, one a parity: a flag in its own cache
-line, the count of rows if there is one, and the rows. Fields of a row are side by side, so a put is
-one run of bytes. A flag is epoch + 1, so a fresh segment, all zeros, has no epoch 0.
+Peers on the node write the receiver's segment in place; for others its thread does (tcp/server.py),
+or the reader of a message by NIXL (nixl/puts.py). Each peer has a block, of two regions for each
+channel: a flag in its own cache line, the count of rows if any, and the rows, each with its fields
+side by side, so a put is one run of bytes. A flag is epoch + 1, so a fresh segment has no epoch 0.
 """
 
 from __future__ import annotations
@@ -257,10 +256,10 @@ class ShmExchange(Exchange):
         )
 
     def _is_alive(self, source: int) -> bool:
-        """Return True while the source's process lives.
+        """Return True while the source's process, or its connection, lives.
 
-        Its connection tells, if it has one. Puts by TCP come before the connection ends; the last
-        puts by NIXL may be lost with their writer.
+        Puts by TCP come before the connection ends; the last puts by NIXL may be lost with their
+        writer.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached
@@ -295,9 +294,9 @@ def _number(source: int, target: int) -> int:
 
 @functools.cache
 def _rows(fields: tuple[Field, ...]) -> tuple[int, int, np.dtype]:
-    """Return (bytes of the count, number of rows, a row's dtype) of a region with these fields.
+    """Return (bytes of the count, number of rows, a row's dtype) of a region.
 
-    A row begins with its largest field, at a cache line. A lone field has no padding.
+    A row begins with its largest field, at a cache line; a lone field has no padding.
     """
     of_rows = [field for field in fields if field.name != "count"]
     (num_rows,) = {field.shape[0] for field in of_rows}

@@ -10,11 +10,10 @@ class HiddenRows(NamedTuple):
 
     number: int
     layout: int
-    """The layout of the pass."""
     next_layer: int
     """The first layer that has not run."""
     rows: Any
-    """The hidden state of every token of the pass, in the order of its spans."""
+    """Of every token of the pass, by span."""
 
 
 class PassTokens(NamedTuple):

@@ -1,9 +1,7 @@
 """Linear attention by the gated delta rule: Gated DeltaNet and Kimi Delta Attention.
 
-A row keeps no KV in such a layer but a recurrent state, [H, K, V] (attention/delta_rule.py).
-
-Legend: B rows, X hidden, J key heads, H value heads, K width of a key, V of a value, C = 2JK + HV
-channels of the convolution, D decays of a head: 1, or K if each channel of a key has its own.
+A row keeps a recurrent state, [H, K, V], and no KV. Legend: that of attention/delta_rule.py, X
+hidden, C = 2JK + HV channels of the convolution.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class DeltaNames(NamedTuple):
     """
     conv: tuple[str, ...]
     gate: tuple[str, ...]
-    """The output's gate; two names: it is of low rank."""
+    """Two names: it is of low rank."""
     decay: tuple[str, ...]
-    """The decays; two names: of low rank."""
+    """Two names: they are of low rank."""
     beta: str
     norm: str
     output: str
@@ -44,7 +42,7 @@ class DeltaInputs(NamedTuple):
     """The delta rule's inputs from rows."""
 
     channels_BC: Tensor
-    """Queries, keys and values before the convolution."""
+    """[B, C] before the convolution."""
     decay_BHD: Tensor
     """fp32, logarithms: at most 0."""
     beta_BH: Tensor
@@ -60,9 +58,9 @@ class DeltaWeights:
     inputs: LinearLayer
     """From X to C, the gate (or its rank), the decays (or their rank) and H betas."""
     gate_up: LinearLayer | None
-    """From the gate's rank to H * V; None if `inputs` makes the gate."""
+    """From the gate's rank to H * V, if low."""
     decay_up: LinearLayer | None
-    """From the decays' rank to H * D; None if `inputs` makes the decays."""
+    """From the decays' rank to H * D, if low."""
     conv: Tensor
     """[C, inputs of a channel]."""
     decay_rate: Tensor
@@ -80,13 +78,12 @@ class DeltaConfig:
     hidden_size: int
     num_key_heads: int
     num_heads: int
-    """Value heads: each key head serves the same number of them."""
+    """Value heads, a multiple of the key heads."""
     key_dim: int
     value_dim: int
     conv_size: int
-    """Tokens in the convolution, the newest included."""
+    """Tokens, the newest included."""
     norm_eps: float
-    """Epsilon of the norm of heads' outputs."""
     has_channel_decay: bool
     """True if each channel of a key has its decay (Kimi), else a head has one (Qwen)."""
     decay_bound: float | None
@@ -173,9 +170,9 @@ class DeltaConfig:
     def projections(
         self, x_BX: Tensor, weights: DeltaWeights
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project normed hidden rows to channels [B, C], gates, decays' and betas' inputs.
+        """Project normed hidden rows to channels [B, C], gates, decays and betas.
 
-        Gates are [B, H * V], decays [B, H * D], betas [B, H]; a row's columns lie side by side.
+        They are [B, H * V], [B, H * D] and [B, H]; a row's columns lie side by side.
         """
         import torch
 
@@ -207,8 +204,8 @@ class DeltaConfig:
     def heads(self, seen_BCS: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Convolve the channels of a token and those before it; make queries, keys and values.
 
-        seen_BCS: each row's last `conv_size` tokens' channels, its own last. Returns queries and
-        keys [B, J, K], normed, and values [B, H, V]; all fp32.
+        seen_BCS: each row's last `conv_size` tokens, its own last. Returns queries and keys [B, J,
+        K], normed, and values [B, H, V]; all fp32.
         """
         import torch
         import torch.nn.functional as F

@@ -144,8 +144,8 @@ def _kimi_delta(
 def _indices(raw: Fields, kinds: Sequence[str] | None, interval: str | None) -> tuple[int, ...]:
     """Find the linear attention layers.
 
-    kinds: of every layer; None: layer_types. interval: without layer_types, the field with the
-    distance of full attention layers; 4 if it is absent.
+    kinds: of every layer, by default layer_types. interval: else the field with the distance of
+    full attention layers; 4 if absent.
     """
     num_layers = raw.positive("num_hidden_layers")
     kinds = raw.get("layer_types") if kinds is None else kinds

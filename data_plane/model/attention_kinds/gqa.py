@@ -2,8 +2,7 @@
 
 A token's KV is all heads' keys, normed and rotated, then their values. Partials are values already.
 
-Legend: B rows, X hidden, H query heads, G K/V heads, E width of a head, W = 2GE, T tokens, U tokens
-so far.
+Legend: that of kind.py, G K/V heads, E width of a head, W = 2GE.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class GqaWeights:
     kv_proj: LinearLayer
     """From X to 2 * G * E: keys, then values."""
     q_bias: Tensor | None
-    """[H * E], if the projections have biases."""
+    """[H * E]."""
     kv_bias: Tensor | None
-    """[2 * G * E], if the projections have biases."""
+    """[2 * G * E]."""
     q_norm: Tensor | None
-    """[E], for each head, if queries and keys are normed."""
+    """[E], for each head."""
     k_norm: Tensor | None
     """[E]."""
     gate: LinearLayer | None = None
-    """From X to H * E, the gate of heads' values, if any."""
+    """From X to H * E."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,11 @@ class GqaConfig:
     rope_dim: int
     """Width of the rotated first part of a head."""
     has_bias: bool
-    """True if the projections of queries, keys and values add a bias."""
+    """Of the projections of queries, keys and values."""
     has_norms: bool
-    """True if each head's query and key is normed before its rotation."""
     norm_eps: float
     has_gate: bool = False
-    """True if q_proj makes a gate of each head's values too, behind its query."""
+    """True if q_proj also makes a gate of each head's values."""
 
     @classmethod
     def read(
@@ -123,9 +121,8 @@ class GqaConfig:
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
         """Return the elements of a row on Q-route, and of a head on Res-route.
 
-        latent: the normed hidden row goes out, and its receiver makes the queries. absorbed: every
-        head's query goes out. Heads' values return; for Qwen3-235B-A22B in bf16 a row and layer
-        costs 24,832 bytes or 33,024.
+        latent: the normed hidden row goes out. absorbed: every head's query does. Values return;
+        for Qwen3-235B-A22B in bf16 a row and layer costs 24,832 bytes or 33,024.
         """
         return self.hidden_size if wire_form == "latent" else self._heads_width, self.head_dim
 

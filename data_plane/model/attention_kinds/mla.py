@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported where it is needed: what reads a configuration doe
     from data_plane.model.rope import RopeTable
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of q latent and c_kv; the reference model ignores rms_norm_eps there."""
+"""Of q latent and c_kv; the reference model ignores rms_norm_eps there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class MlaWeights:
     q_proj: LinearLayer
     """From C (X without q LoRA) to H * (N + P)."""
     k_up: Tensor
-    """W_UK [H, N, R], packed, for absorption into the query."""
+    """W_UK [H, N, R], packed."""
     v_up: Tensor
-    """W_UV [H, R, V], packed, for attention's output."""
+    """W_UV [H, R, V], packed."""
     gate: LinearLayer | None = None
-    """From X to H, the gate of heads' values, if any."""
+    """From X to H."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class MlaConfig:
     hidden_size: int
     num_heads: int
     q_lora_rank: int | None
-    """None: queries are projected from the hidden state directly."""
+    """None: queries come from the hidden state directly."""
     kv_lora_rank: int
     nope_dim: int
-    """Width of the part of a head's query and key without rotation."""
+    """Width of the unrotated part of a head's query and key."""
     rope_dim: int
     value_dim: int
     softmax_mscale: float = 1.0
-    """Yarn's factor, whose square multiplies the softmax scale."""
+    """Yarn's; its square multiplies the softmax scale."""
     has_gate: bool = False
 
     @classmethod
@@ -113,9 +113,9 @@ class MlaConfig:
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
         """Return the elements of a row on Q-route, and of a head on Res-route.
 
-        latent: the normed q latent (without q LoRA the normed hidden state) goes out, values
-        return; 36,352 bytes a row and layer at DeepSeek-V3's widths in bf16. absorbed, the paper's
-        form: every head's absorbed q and latent-space outputs; 279,040 bytes.
+        latent: the normed q latent goes out, values return; 36,352 bytes a row and layer at
+        DeepSeek-V3's widths in bf16. absorbed, the paper's form: every head's absorbed q and
+        latent-space outputs; 279,040 bytes.
         """
         if wire_form == "latent":
             return self.q_latent_dim, self.value_dim
@@ -207,8 +207,8 @@ class MlaConfig:
     def least_plain_chunk(self) -> int:
         """Tokens of a chunk from which plain keys and values cost less.
 
-        They take R * (N + V) products for each head and key; then a query takes the wider of N + P
-        and V for the key, not R + P twice.
+        They take R * (N + V) products a head and key; then a query takes the wider of N + P and V,
+        not twice R + P.
         """
         saved = 2 * (self.kv_width - max(self.nope_dim + self.rope_dim, self.value_dim))
         made = self.kv_lora_rank * (self.nope_dim + self.value_dim)

@@ -20,7 +20,6 @@ from data_plane.moe.fused.state import (
 )
 
 _BLOCK_ROWS = tl.constexpr(64)
-"""Rows of a route's block."""
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """The persistent kernel of a fused MoE layer: all of it in one launch.
 
-Programs have no roles. One without a task takes the lock and sweeps: it takes in the peers' rows
-and publishes runnable tasks. All rows of a sweep make one wave, so an expert's weights are read
-once for several sources. A launch may end between two tasks, and another go on. The last program to
-leave clears the counters of a complete epoch, then counts the epoch.
+A program without a task takes the lock and sweeps: it takes in the peers' rows and publishes
+runnable tasks. All rows of a sweep make one wave, so an expert's weights are read once for several
+sources. A launch may end between two tasks, and another go on. The last program to leave clears a
+complete epoch's counters, then counts the epoch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ from data_plane.transport.gpu.triton_exchange import TERM_OVER, is_term_over
 _NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is_last"]
 """One variant of the kernel serves all these numbers, since it compiles slowly."""
 _BLOCK_PAIRS = tl.constexpr(128)
-"""Pairs that a sweep takes in at once."""
 _BLOCK_COUNTERS = tl.constexpr(1024)
 _POLLS_A_LOOK = tl.constexpr(1024)
 """A program's polls between two looks at the host's memory."""
@@ -68,8 +67,8 @@ _POLLS_A_LOOK = tl.constexpr(1024)
 def next_task(state, first_queue, end_queue, S: tl.constexpr):
     """Claim a task of the first of these queues that has one: (queue, item, task); item -1 if none.
 
-    A number is drawn only from a published item, and one past its end is nobody's, so a claimed
-    task can run. All queues are read at once, to pay the L2's round trip once.
+    Numbers are drawn only from a published item, and void past its end. All queues are read at
+    once, to pay the L2's round trip once.
     """
     END: tl.constexpr = NUM_QUEUES * S.max_items
     queue, item, task = NUM_QUEUES, -1, 0
@@ -237,9 +236,8 @@ def add(ptr, value):
 def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
-    is_late, is_ended: if nothing came, an awaited peer becomes the error, as late or as the term is
-    over. A flag that is ahead is an error too, and a count that no region holds, noted negative.
-    Called under the lock.
+    is_late, is_ended: an awaited peer then becomes the error. So do a flag that is ahead, and a
+    count above a region's, noted negative. Called under the lock.
     """
     progress = 0
     source = tl.arange(0, S.pad_n)
@@ -341,10 +339,9 @@ def fused_kernel(
 ):  # fmt: skip
     """Run tasks until the epoch is complete, or until this program has been idle too long.
 
-    state, rows, weights: FusedState, FusedRows, FusedWeights. num_programs: of this launch.
-    max_tasks: of a program. max_idle: limit of its search for a task, in nanoseconds on a GPU and
-    in sweeps under the interpreter. is_last: 1 if an expired wait is an error, 0 if another launch
-    goes on.
+    num_programs: of this launch. max_tasks: of a program. max_idle: limit of its search for a task,
+    in nanoseconds on a GPU and in sweeps under the interpreter. is_last: 1 if an expired wait is an
+    error, 0 if another launch goes on.
     """
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)

@@ -33,11 +33,11 @@ from nanocp.values.experts import ExpertTable, home_table
 
 _UNLIMITED = 2**31 - 1
 _RESERVED_SMS = 2
-"""SMs left free: a resident grid on all of them has hung beside a second stream elsewhere."""
+"""A resident grid on all SMs has hung beside a second stream elsewhere."""
 _TURNS = 3
-"""Launches of an epoch whose instances take turns: dispatch, experts, combine."""
+"""Dispatch, experts, combine."""
 _TURN_NS = 20_000
-"""Time for which a program on a GPU looks for a task in a turn: another may publish it."""
+"""A program's search for a task in a turn: another may publish it."""
 
 
 class GateTiles(NamedTuple):
@@ -57,9 +57,8 @@ class FusedTiles(NamedTuple):
     columns: int
     depth: int
     copied: int
-    """Columns of a copy or a sum at once."""
     parts: int
-    """Most tasks that send one target's rows or return one source's."""
+    """Most tasks of one target's rows, or one source's."""
     num_warps: int
     num_stages: int
     gate: GateTiles = GateTiles(32, 32, 16, 8)
@@ -71,7 +70,7 @@ class FusedTiles(NamedTuple):
 
 TILES_16_BIT = FusedTiles(64, 64, 64, 1024, 8, 4, 4)
 TILES_FP8 = FusedTiles(64, 64, 64, 1024, 8, 8, 4)
-"""It has more warps, since registers hold both products and their scaled sums."""
+"""More warps: registers hold both products and their scaled sums."""
 TILES_FP32 = FusedTiles(64, 64, 32, 1024, 8, 4, 2)
 
 
@@ -120,11 +119,10 @@ class FusedMoe:
         tiles: FusedTiles | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """Allocate the memory that outlives launches; the exchange may be attached later.
+        """num_here: most experts here in a layer, without shared ones.
 
-        num_here: most experts here in a layer, without shared ones. max_rows: the same on every
-        instance. is_fp8: experts are in FP8. num_programs: of a launch, by default as many as fit
-        the GPU.
+        max_rows: the same on every instance. is_fp8: experts are in FP8. num_programs: of a launch,
+        by default as many as fit the GPU. The exchange may be attached later.
         """
         self._exchange, self._device = exchange, device
         is_card = device.type != "cpu"
@@ -148,7 +146,7 @@ class FusedMoe:
         self.counter = ints(shape.num_counters)
         """[num_counters] int32: the state of the epoch, zero between epochs."""
         self.seat = ints(model.num_experts, dtype=torch.int64)
-        """[num_experts] int64: the instance of each expert, read by captured steps."""
+        """[num_experts] int64: the instance of each expert."""
         self.place_experts(home_table(model.num_experts, num_instances))
         num_shared = shape.num_shared
         num_products = shape.num_pairs + num_shared * max_rows
@@ -201,8 +199,8 @@ class FusedMoe:
         """Launch the kernel, which ends with the epoch, or before it (fused_kernel.fused_kernel).
 
         max_tasks: of each program. max_idle: None for the exchange's limit. is_last: a missing peer
-        is an error. num_programs: programs that must leave before the epoch may end; grid: those of
-        this call, by default all.
+        is an error. num_programs: programs that must leave to end the epoch; grid: those of this
+        call, by default all.
         """
         exchange, programs = self._exchange, num_programs or self.num_programs
         if max_idle is None:
@@ -224,8 +222,8 @@ class FusedMoe:
     def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[None, None, None]:
         """Launch until the epoch is complete; yield where the other instances must launch too.
 
-        In one thread and in turn no instance waits for a later one. GpuExchange.check raises for a
-        peer that is missing in the last turn.
+        In one thread no instance waits for a later one. GpuExchange.check raises for a peer that is
+        missing in the last turn.
         """
         before, max_idle = int(self.epoch), _TURN_NS if self.shape.is_card else 1
         for turn in range(_TURNS):
@@ -253,7 +251,7 @@ class FusedMixtures:
         self.fused, self._eps = fused, norm_eps
         self._layers, self._experts = weights.weights.layers, weights.experts
         self.takes_turns = weights.weights.embedding.device.type == "cpu"
-        """True if instances take turns in one thread, so no launch may wait for peers."""
+        """True if instances share one thread, so no launch may wait for peers."""
 
     def meet(self, peers: Sequence[int]) -> None:
         """Begin another term: forget an abandoned epoch."""
@@ -278,12 +276,10 @@ class FusedMixtures:
 
 
 def _resident_programs(device: torch.device) -> int:
-    """Count the programs of a launch: one for each multiprocessor that is not reserved."""
     return torch.cuda.get_device_properties(device).multi_processor_count - _RESERVED_SMS
 
 
 def _gate_parts(tiles: FusedTiles, model: ModelConfig) -> int:
-    """Count the pieces of the gate's depth; none is empty."""
     num_steps = -(-model.hidden_size // tiles.gate.depth)
     return -(-num_steps // -(-num_steps // tiles.gate.parts))
 

@@ -20,11 +20,11 @@ class FusedShape(NamedTuple):
     per_row: int
     hidden: int
     width: int
-    """I, columns between an expert's two products."""
+    """I."""
     num_here: int
     """E."""
     num_shared: int
-    """V; each is one more expert here, which every row of this instance visits."""
+    """V; each is one more expert here, visited by all rows of this instance."""
     num_experts: int
     """G."""
     softmax_gate: bool
@@ -33,21 +33,19 @@ class FusedShape(NamedTuple):
     weights_normalised: bool
     routed_scale: float
     scale_n: int
-    """Rows of an FP8 weight that share a scale; 0 for a plain weight."""
+    """Rows of an FP8 weight that share a scale; 0: plain."""
     scale_x: int
     block_m: int
     block_n: int
     block_k: int
     gate_m: int
-    """Rows of a tile of the gate's product, in fp32."""
     gate_n: int
     gate_k: int
     gate_parts: int
-    """Pieces of the gate's depth, a task each."""
+    """Of the gate's depth, a task each."""
     block_x: int
-    """Columns of a copy or a sum at once."""
     parts: int
-    """Most tasks that copy one target's rows, or return one source's."""
+    """Most tasks of one target's rows, or one source's."""
     pad_n: int
     """The power of two from num_instances up; pad_k, pad_e and pad_g likewise."""
     pad_k: int
@@ -55,28 +53,26 @@ class FusedShape(NamedTuple):
     pad_g: int
     pad_groups: int
     num_pairs: int
-    """Most pairs of arrived rows; shared experts' pairs are numbered from here on."""
+    """Of arrived rows; shared experts' pairs follow."""
     max_items: int
-    """Items of the longest queue, plus one that is never published; also a bound of groups and of
-    row blocks, behind which those of shared experts follow.
+    """Items of the longest queue, plus one; also the bound of groups and row blocks, which shared
+    experts' follow.
     """
     shared_blocks: int
-    """Most row blocks of a shared expert."""
     at_queue: int
-    """[2, queues, max_items]: item + 1 of each place (0: not published), and its drawn tasks."""
+    """[2, queues, max_items]: item + 1 (0: not published), and its drawn tasks."""
     at_source: int
     """[4, N + 1]: of a source: taken in, pairs left, parts returned; of a target: parts sent.
-    Source N is this instance's own rows at its shared experts.
+    Source N is this instance.
     """
     at_expert: int
     """[E]: pairs of each expert so far."""
     at_block: int
-    """[2, max_items + V * shared_blocks]: done column tiles of `inner` and `product`, by block."""
+    """[2, max_items + V * shared_blocks]: done column tiles of `inner` and `product`."""
     at_gate: int
-    """[ceil(R / gate_m)]: done tiles of a row block of the gate's product."""
+    """[ceil(R / gate_m)]: done tiles."""
     num_counters: int
     dispatch_flag: int
-    """Bytes from the start of an instance's memory; so are the other places of regions."""
     dispatch_count: int
     dispatch_expert: int
     dispatch_weight: int
@@ -101,7 +97,7 @@ class FusedState(NamedTuple):
     seat: Any
     """[G] int64: the instance of each expert."""
     score: Any
-    """[gate_parts, R, G] fp32: the gate's product, in pieces of its depth."""
+    """[gate_parts, R, G] fp32."""
     chosen: Any
     """[R, K] int64: the experts of each row."""
     weight: Any
@@ -111,7 +107,7 @@ class FusedState(NamedTuple):
     row: Any
     """[N, R] int32: the rows for each target, ascending."""
     slot: Any
-    """[N, R] int32: the place of each row at each target; -1: it does not go there."""
+    """[N, R] int32: -1: the row does not go there."""
     size: Any
     """[queues, max_items] int32: tasks of each item."""
     group: Any
@@ -125,8 +121,8 @@ class FusedState(NamedTuple):
     product: Any
     """[num_pairs + V * R, X], in the dtype of the rows."""
     statistic: Any
-    """[6] int64: sweeps, waves, polls without a task, rows sent to instances and back; on a GPU
-    also the programs' nanoseconds in tasks and in launches.
+    """[6] int64: sweeps, waves, polls without a task, rows sent and returned; on a GPU also
+    nanoseconds in tasks and launches.
     """
 
 
@@ -134,7 +130,7 @@ class FusedRows(NamedTuple):
     """Pointers to the rows of one layer."""
 
     x: Any
-    """[B, X]: the input of the gate and the experts."""
+    """[B, X]: the input."""
     residual: Any
     """[B, X]: the sums are added to it."""
     live: Any
@@ -148,9 +144,9 @@ class FusedWeights(NamedTuple):
     gate: Any
     """[G, X] fp32."""
     gate_bias: Any
-    """[G] fp32, only for the choice; not read for a softmax gate."""
+    """[G] fp32, only for the choice."""
     place: Any
-    """[G] int64: the slot of each expert here, -1 if it is elsewhere."""
+    """[G] int64: the slot of each expert here, or -1."""
     gate_up: Any
     """[E + V, 2I, X]."""
     gate_up_scale: Any
@@ -169,27 +165,23 @@ OUTPUT = tl.constexpr(5)
 INNER = tl.constexpr(6)
 COMBINE = tl.constexpr(7)
 SHARED = tl.constexpr(8)
-"""Inner tiles of shared experts: a program sweeps before it takes one."""
+"""Inner tiles of shared experts; a sweep goes before."""
 NUM_QUEUES = tl.constexpr(9)
 PAD_QUEUES = tl.constexpr(16)
 
 # Words, each in a line of memory of its own.
 WORD = tl.constexpr(32)
 FIRST = tl.constexpr(0)
-"""A word for each queue: its first item that may have a task left."""
+"""By queue: the first item that may have a task left."""
 RESERVED = tl.constexpr(9)
-"""A word for each queue: its number of items."""
+"""By queue: its number of items."""
 LOCK = tl.constexpr(18)
 LEFT = tl.constexpr(19)
-"""Programs that have left the launch."""
 STARTED = tl.constexpr(20)
 CHOSEN = tl.constexpr(21)
-"""Rows with chosen experts."""
 ROUTED = tl.constexpr(22)
-"""Targets with known rows."""
 TAKEN_IN = tl.constexpr(23)
 TO_RETURN = tl.constexpr(24)
-"""Taken-in sources with rows."""
 GROUPS = tl.constexpr(25)
 BLOCKS = tl.constexpr(26)
 COMBINING = tl.constexpr(27)
@@ -218,8 +210,8 @@ def field(base, offset, like_ptr):
 def rows_of(base, offset, like_ptr, region, S: tl.constexpr, WIDTH: tl.constexpr):
     """Return a pointer to the rows of a region in a field of this width.
 
-    It has a row's alignment, which the compiler cannot see. It forgets such a hint on a pointer
-    made of an address and a constant, and on one with 64-bit offsets.
+    It states a row's alignment, a hint that the compiler forgets on a pointer of address plus
+    constant, and with 64-bit offsets.
     """
     return tl.multiple_of(field(base, offset, like_ptr) + region * (S.max_rows * WIDTH), 16)
 

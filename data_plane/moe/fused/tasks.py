@@ -1,10 +1,10 @@
 """The tasks of a fused MoE layer in Triton that carry rows and run experts.
 
-A whole program calls each function. A number for others is stored, then comes a barrier, then a
-release: at the GPU's scope for programs of this instance, at the system's for peers.
+A whole program calls each function. It stores numbers for others, then comes a barrier, then a
+release, at the GPU's scope or, for peers, the system's.
 
-Legend: see fused/state.py. A pair is an arrived row and one of its experts, with the number (source
-* R + slot) * K + k, so it has its own place in `inner` and `product`.
+Legend: fused/state.py's. A pair is an arrived row and one of its experts, with the number (source *
+R + slot) * K + k, its place in `inner` and `product`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def multiply(
     """Add the product of x [BLOCK_M, BLOCK_K] and a tile of an expert's weight to acc.
 
     The weight is [E, num_columns, width]; column [BLOCK_N] are its rows, k [BLOCK_K] its columns
-    from `begin` on. e4m3 is exact in bf16; a block's scale multiplies the product.
+    from `begin` on. A block's scale multiplies the exact product of e4m3.
     """
     line = expert * num_columns + column
     weight = tl.load(
@@ -164,7 +164,7 @@ def inner_task(item, task, state, rows, weights, own, epoch, S: tl.constexpr):
 def output_task(item, task, state, weights, own, epoch, S: tl.constexpr):
     """Compute a tile of the outputs of a row block with complete inner values.
 
-    A block's last tile counts its pairs as done; a source's last pair publishes the return to it.
+    A source's last pair publishes the return to it.
     """
     M: tl.constexpr = S.block_m
     N: tl.constexpr = S.block_n

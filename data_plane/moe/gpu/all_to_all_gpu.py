@@ -1,8 +1,7 @@
 """MoE layers on a GPU, for captured steps: no count ever reaches the host.
 
-Every instance puts to every one, itself included, also for no rows; one that is alone puts nothing.
-It runs where DeepEP cannot. The CPU's sibling is all_to_all_cpu.py. Legend: B rows, K experts a
-row, X hidden size, N instances.
+Every instance puts to every one, also no rows; one that is alone puts nothing. The CPU's sibling is
+all_to_all_cpu.py, whose legend holds.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class GpuAllToAll(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Add to x_BX the weighted sum of each row over its experts, and shared_BX if there is one.
 
-        Returns (the rows in the dtype of x, the same normed by norm_X with epsilon eps).
+        Returns (the rows in the dtype of x, the same normed by norm_X).
         """
 
 
@@ -100,9 +99,9 @@ class GpuDispatched:
     expert_BK: Tensor
     weight_BK: Tensor
     count_N: Tensor
-    """[N] int32: rows sent to each instance."""
+    """[N] int32, by instance."""
     slot_NB: Tensor
-    """[N, B] int32: the slot of each row at each instance; -1: not sent there."""
+    """[N, B] int32: -1: not sent there."""
 
 
 class GpuExpertExchange:

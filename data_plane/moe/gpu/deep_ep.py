@@ -1,9 +1,8 @@
 """Dispatch and combine by DeepEP's low-latency kernels (V1), an all_to_all_gpu.GpuAllToAll.
 
-tests/harness/gpu_stand_ins/published_packages.py keeps the public signatures, with their source.
-The host turns the parity of DeepEP's buffers at every call, so a graph captures whole pairs of
-dispatch and combine. A call sends, and its hook receives, so work in between costs neither time.
-NIXL-EP (nixl_ep.py) has the same calls.
+Public signatures: tests/harness/gpu_stand_ins/published_packages.py. The host turns the parity of
+DeepEP's buffers at every call, so a graph captures whole pairs of dispatch and combine. A call
+sends, its hook receives. NIXL-EP (nixl_ep.py) has the same calls.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class LowLatencyDispatched:
     """Rows on their way to the experts, and then back."""
 
     receive: Callable[[], None]
-    """Waits for the peers' rows for the experts here, or their sums for the rows here."""
+    """Waits for the peers' rows or sums."""
     y: Tensor
     """[E, S, X]: arriving rows by expert; after run_experts [B, X]: arriving sums."""
     count_E: Tensor
@@ -84,7 +83,6 @@ class LowLatencyExchange:
         return add_norm(x_BX, norm_X, eps, dispatched.y, shared_BX)
 
     def _numbered(self, expert_BK: Tensor) -> Tensor:
-        """Return the package's number of each expert."""
         return expert_BK
 
 
@@ -168,8 +166,7 @@ def rows_obstacle(
 ) -> str:
     """Return the reason why low-latency kernels cannot carry such rows; empty if they can.
 
-    hidden_sizes: the compiled ones. per_token: experts of a row, and their maximum. num_rows: most
-    rows of all instances for one.
+    hidden_sizes: the compiled ones. per_token: experts of a row, and their maximum.
     """
     if dtype != torch.bfloat16:
         return f"it carries bfloat16, not {dtype}"

@@ -1,10 +1,10 @@
 """The gate on a GPU in two launches: scores in pieces of the depth, then each row's choice.
 
-The slow reference is moe/gate.py. Scores have fp32's precision: on the tensor cores a weight enters
-as the exact sum of three bf16 numbers, and products of bf16 are exact in fp32. A score's error is
-at most (width + 3) * 2**-23 of the sum of the products' magnitudes.
+The slow reference is moe/gate.py. On the tensor cores a weight enters as the exact sum of three
+bf16 numbers, so a score's error is fp32's: at most (width + 3) * 2**-23 of the sum of the products'
+magnitudes.
 
-Legend: B rows, X hidden, E experts, K experts a row, G groups.
+Legend: moe/gate.py's.
 """
 
 from __future__ import annotations

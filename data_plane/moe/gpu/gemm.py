@@ -19,7 +19,6 @@ from data_plane.moe.gpu.grouped import PairsGemm
 from data_plane.moe.gpu.pairs import Pairs, count_tiles, first_row_of
 
 DEPTH = 64
-"""Columns of rows and weights that enter a product at once."""
 _LEAST_PROGRAMS = 16
 
 
@@ -78,9 +77,8 @@ def grouped_gemm_kernel(
     """Program (column tile, p) of P: row tiles p, p + P, ... of all experts' products.
 
     GATHERS: the row of a slot is row_ptr's, else the slot's own. IS_GATED: a weight has gate, then
-    up, num_columns each, and the result is silu(gate) * up. SCALE_N, SCALE_X: rows and columns of
-    an FP8 weight that share a scale; 0: plain. e4m3 is exact in bf16; a block's scale multiplies
-    the product.
+    up, num_columns each; the result is silu(gate) * up. SCALE_N, SCALE_X: rows and columns of an
+    FP8 weight that share a scale, which multiplies the exact product; 0: plain.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < num_columns

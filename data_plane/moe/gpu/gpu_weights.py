@@ -25,7 +25,7 @@ class GpuWeights:
     weights: ModelWeights
     """All but the experts: `mlps` of every MoE layer is empty."""
     experts: tuple[GroupedExperts | None, ...]
-    """The experts of each layer, None for a dense one; in a fused MoE layer shared ones follow."""
+    """None for a dense layer; in a fused MoE layer shared ones follow."""
 
     @property
     def has_fp8_experts(self) -> bool:
@@ -50,9 +50,9 @@ def place_weights(
 ) -> GpuWeights:
     """Copy weights to the device, layer by layer, and extend the rope table to max_len.
 
-    is_fused: shared experts follow the experts, in slots of their own. num_slots: for experts in a
-    layer, at least for those here. is_alone: no other instance has experts, so shared ones follow
-    if they can. Raises ValueError if they must and cannot.
+    is_fused: shared experts follow the experts, in slots of their own. num_slots: least slots of a
+    layer. is_alone: no other instance has experts, so shared ones follow if they can. Raises
+    ValueError if they must and cannot.
     """
     weights.rope.place(device, max_len)
     linear = partial(_linear, gemm, device, weights.embedding.dtype)
@@ -97,7 +97,7 @@ def _experts(
 
 
 def _can_join(moe: MoeWeights, gemm: GroupedGemm) -> bool:
-    """True if shared experts can lie with the experts: one kind of weights and a whole width.
+    """True for one kind of weights and a whole width.
 
     Plain ones stay apart from experts that the GEMM would round to FP8.
     """
@@ -168,7 +168,6 @@ def _stacked(weights: list[Weight]) -> Weight:
 def _placed(
     weights: Any, device: torch.device, linear: Callable[[LinearLayer], LinearLayer]
 ) -> Any:
-    """Copy the weights of a layer or a part to the device, without experts."""
     changes: dict[str, Any] = {}
     for name in weights.__dataclass_fields__:
         value = getattr(weights, name)

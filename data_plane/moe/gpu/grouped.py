@@ -1,8 +1,8 @@
 """The experts of one instance on a GPU: grouped GEMMs over rows laid out by expert.
 
-The layout, also of DeepEP's low-latency kernels and DeepGEMM's masked GEMMs: [E, S, X] and a count
-for each expert; slots after a count are neither read nor written. Shapes follow from bounds, so a
-captured step stays right. The CPU's sibling is experts.py.
+The layout, [E, S, X] and a count for each expert, is also DeepEP's and DeepGEMM's masked one; slots
+after a count are neither read nor written. Shapes follow from bounds, so a captured step stays
+right. The CPU's sibling is experts.py.
 
 Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N
 columns.
@@ -67,9 +67,8 @@ class GroupedExperts:
     ) -> None:
         """Prepare the weights for `gemm`; FP8 ones need a gemm that takes them.
 
-        place_E: [num_experts] int64, the number of each expert among those here, -1 if it is
-        elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I]. num_shared: shared
-        experts behind those.
+        place_E: [num_experts] int64, each expert's number among those here, or -1. gate_up_ENX: [E,
+        2I, X], gate, then up. down_EXI: [E, X, I]. num_shared: shared experts behind those.
         """
         self._gemm, self.place_E, self.num_shared = gemm, place_E, num_shared
         self.num_here = _num_experts(gate_up_ENX) - num_shared
@@ -104,7 +103,6 @@ def _num_experts(weight: Tensor | Fp8Weight) -> int:
 
 
 def _tensors(prepared: Any) -> list[Tensor]:
-    """Return the tensors of prepared weights: values, and scales where they are apart."""
     parts = [prepared] if isinstance(prepared, Tensor) else prepared
     return [part for part in parts if isinstance(part, Tensor)]
 

@@ -1,11 +1,10 @@
 """Dispatch and combine by NIXL-EP's low-latency kernels, an all_to_all_gpu.GpuAllToAll with terms.
 
-Experimental: no card has run this (docs/decisions/0066).
-tests/harness/gpu_stand_ins/nixl_ep_stand_in.py keeps the public signatures. A graph captures
-addresses of one buffer, so all terms share it. A mask on the device names the instances to send to
-and to await; unconnected ones are masked, so an instance that is alone can capture steps. NIXL-EP
-computes an expert's instance from its number, so rows carry its slot's: seat * slots of a seat +
-slot.
+Experimental: no card has run this (docs/decisions/0066). Public signatures:
+tests/harness/gpu_stand_ins/nixl_ep_stand_in.py. All terms share one buffer, whose addresses graphs
+capture. A mask on the device names the instances to send to and to await; unconnected ones are
+masked, so a lone instance can capture steps. NIXL-EP computes an expert's instance from its number,
+so rows carry its slot's: seat * slots of a seat + slot.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ class NixlEpExchange(LowLatencyExchange):
     def check(self) -> None:
         """Raise ExchangeTimeout, with the peer, or TermOver, if a wait for a peer was given up.
 
-        A kernel that waits too long silently masks its peer and goes on with wrong rows. Waits for
-        a launch and a copy.
+        Such a kernel silently masks its peer and goes on with wrong rows. Waits for a launch and a
+        copy.
         """
         if not self._connected:
             return
@@ -137,8 +136,7 @@ class NixlEpExchange(LowLatencyExchange):
 class _TermMetadata:
     """A TCPStore for NIXL-EP: metadata of instances, in descriptions of segments.
 
-    So a wait for a peer ends with the peer, with the term, or at a limit. Each instance sets its
-    word in a segment once it has read all metadata.
+    So a wait for a peer ends with the peer, with the term, or at a limit.
     """
 
     def __init__(
@@ -159,8 +157,8 @@ class _TermMetadata:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for the metadata of these instances, and until each has read that of all.
 
-        Only then may the package hold Python's lock, as it does while it connects: nobody needs
-        this process any more. Raises ExchangeTimeout, PeerLost or TermOver.
+        Then nobody needs this process while the package connects under Python's lock. Raises
+        ExchangeTimeout, PeerLost or TermOver.
         """
         assert self._own is not None, "set comes first"
         deadline = time.monotonic() + self._limits.start_timeout_ms / 1000

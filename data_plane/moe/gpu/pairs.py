@@ -1,9 +1,8 @@
 """Pairs of a row and an expert on a GPU, and their rows laid out by expert.
 
 The slow reference is group_rows of tests/harness/kernels/slow_references.py. A pair's slot is
-expert * S + place. A table of the slots' rows avoids copies; row r of the exchange's memory is
-(parity * N + source) * slots + slot. Shared experts follow the experts here, and every row of a
-batch visits them.
+expert * S + place; row r of the exchange's memory is (parity * N + source) * slots + slot. Shared
+experts follow the experts here, and every row of a batch visits them.
 
 Legend: B rows, K experts a row, N instances, E experts here, S slots of an expert, X hidden, V
 shared experts.
@@ -39,8 +38,8 @@ def pairs_kernel(
 
     Writes int32 row_ptr [E + V, S], the row in each slot; slot_ptr [rows, K + V], -1 for an expert
     elsewhere; count_ptr [E + V]. IN_REGION: rows and ids are in the exchange's memory, num_rows
-    slots for each source, of which its count says the used ones; else they are this instance's
-    num_rows rows, of which the live ones visit.
+    slots for each source with its count; else they are this instance's num_rows rows, of which the
+    live ones visit.
     """
     e = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
@@ -119,9 +118,9 @@ def lay_out_kernel(
 ):  # fmt: skip
     """Program (p, column block) of P: lay out the rows of slots p, p + P, ... of all that have one.
 
-    GATHERS: the row of a slot is row_ptr's, else the slot's own. IS_GATED: a row has gate, then up,
-    and silu(gate) * up is laid out. IS_FP8: e4m3, with an fp32 scale for each GROUP columns, in
-    scale_ptr [E, X / GROUP, scale_slots].
+    GATHERS: the row of a slot is row_ptr's, else the slot's own. IS_GATED: silu(gate) * up of a row
+    [gate, up] is laid out. IS_FP8: e4m3, with an fp32 scale for each GROUP columns, in scale_ptr
+    [E, X / GROUP, scale_slots].
     """
     e, counts, _, ends, total = count_tiles(count_ptr, num_experts, BLOCK_E, 1)
     x_base = first_row_of(x_ptr, peer_ptr, offset, instance, IN_REGION)
@@ -157,11 +156,10 @@ class Pairs:
     x: Tensor
     """The rows [B, X]; if they are in a region, a batch for its dtype only."""
     region: Region | None
-    """The region of the rows; None: they are in x."""
     row_ES: Tensor
     """[E + V, S] int32: the row in each used slot."""
     count_E: Tensor
-    """[E + V] int32: used slots of each expert."""
+    """[E + V] int32: used slots."""
     slot: Tensor
     """[rows, K + V] int32, -1 for an expert elsewhere; rows of a region by source, then slot,
     without the parity.
@@ -186,8 +184,8 @@ def find_pairs(
 ) -> Pairs:
     """Find the pairs of the live rows of a batch with experts that are here.
 
-    expert_BK: int64 ids. live_B: bool. place_E: [num_experts] int64, the number of each expert
-    among the num_here here, -1 if it is elsewhere. num_shared: experts that every live row visits.
+    expert_BK: int64 ids. live_B: bool. place_E: [num_experts] int64, each expert's number among the
+    num_here here, or -1. num_shared: experts that every live row visits.
     """
     num_rows, per_row = expert_BK.shape
     row_ES, slot, count_E = _tables(x_BX, num_here + num_shared, num_rows, slot_shape=(
@@ -214,8 +212,8 @@ def find_arrived_pairs(
 ) -> Pairs:
     """Find the pairs of the rows that a wait for DISPATCH found in the exchange's memory.
 
-    x_BX, expert_BK: a batch of this instance, for the dtypes and the experts a row. count_N: [N]
-    int32, rows from each instance. place_E, num_here: as of `find_pairs`.
+    x_BX, expert_BK: a batch, for dtypes and experts a row. count_N: [N] int32, rows from each
+    instance. place_E, num_here: as of `find_pairs`.
     """
     ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("expert", "hidden"))
     num_instances, per_row = len(count_N), expert_BK.shape[1]
@@ -248,9 +246,8 @@ def lay_out(
     """Lay rows out as [E, S, X] for a GEMM: (values, scales). Unused slots stay unwritten.
 
     x: [E * S, X] by slot, or the rows of `pairs`; with is_gated [gate, up], of which silu(gate) *
-    up is laid out. FP8 scales are [E, S, X / 128] fp32, slots side by side in memory and padded to
-    a multiple of 4, for DeepGEMM's TMA loads. Otherwise values have the dtype of x, and scales mean
-    nothing.
+    up is laid out. FP8 scales are [E, S, X / 128] fp32, slots side by side and padded to a multiple
+    of 4, for TMA; else scales mean nothing.
     """
     num_experts, width = len(count_E), x.shape[-1] // (2 if is_gated else 1)
     groups, padded = triton.cdiv(width, BLOCK), padded_scales(num_slots)

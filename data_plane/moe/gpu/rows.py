@@ -18,8 +18,8 @@ def target_kernel(
 ):  # fmt: skip
     """Program n: find the live rows that have an expert at instance n, ascending.
 
-    seat_ptr [num_experts]: int64, the instance of each expert. Writes count [N], row [N, slots] and
-    slot [N, B], int32; -1 for a row that does not go there.
+    seat_ptr [num_experts] int64: each expert's instance. Writes int32 count [N], row [N, slots] and
+    slot [N, B], -1 for a row that does not go there.
     """
     target = tl.program_id(0)
     row, k = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K)
@@ -39,8 +39,8 @@ def route_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find each instance's rows, the live ones that have an expert there.
 
-    Returns (count [N], row [N, slots], slot [N, B]), all int32. seat_E: [num_experts] int64, the
-    instance of each expert. num_slots: most rows of an instance.
+    Returns (count [N], row [N, slots], slot [N, B]), all int32. seat_E: [num_experts] int64, each
+    expert's instance.
     """
     num_rows, per_row = expert_BK.shape
     assert expert_BK.is_contiguous()

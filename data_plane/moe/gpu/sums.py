@@ -1,7 +1,6 @@
 """Sums of pairs' products on a GPU: back to the rows' instances, and into the next layer's rows.
 
-The slow reference is ungroup_rows of tests/harness/kernels/slow_references.py. Legend: B rows, K
-experts a row, N instances, E experts here, S slots of an expert, X hidden, V shared experts.
+The slow reference is ungroup_rows of tests/harness/kernels/slow_references.py. Legend: pairs.py's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _FAR = tl.constexpr(FAR)
 
 @triton.jit
 def _weighted(acc, y_ptr, slot, weight, column, inside, width):
-    """Add the product in a slot, times its weight; nothing for slot -1."""
     y = tl.load(
         y_ptr + tl.maximum(slot, 0).to(tl.int64) * width + column,
         mask=tl.where(inside, slot, -1) >= 0,
@@ -58,10 +56,9 @@ def return_kernel(
 ):  # fmt: skip
     """Program (source, p) of P, a power of two: sum rows p, p + P, ... of a source over its pairs.
 
-    Stores the sums in the source's memory and then releases its flag, as put_kernel does.
-    epoch_ptr: of the last wait for DISPATCH and so of this put. A source without a row, or outside
-    the term, gets nothing. Sums for a far one stay here (triton_exchange.staged); IS_PACKED: there
-    may be one.
+    Stores the sums at the source and then releases its flag, as put_kernel does. epoch_ptr: of the
+    last wait for DISPATCH and so of this put. A source without a row, or outside the term, gets
+    nothing. A far one's sums stay here (triton_exchange.staged); IS_PACKED: there may be one.
     """
     source, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -131,7 +128,7 @@ def sum_returned_kernel(
 ):  # fmt: skip
     """Program b: add the returned sums to row b; write the sum, and it normed.
 
-    The parts are read where the exchange put them. slot_ptr [N, B]: rows.target_kernel's.
+    Parts are read in place. slot_ptr [N, B]: rows.target_kernel's.
     """
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK_X)
@@ -155,8 +152,8 @@ def return_sums(
 ) -> None:
     """Sum each arrived row over its experts here, weighted, and put it back to its instance.
 
-    y: [E * S, X]. count_N: [N] int32, rows from each instance. weight_BK: a batch's weights, for
-    their dtype; the arrived rows brought their own.
+    y: [E * S, X]. count_N: [N] int32, rows from each instance. weight_BK: of a batch, for the
+    dtype.
     """
     weights = exchange.region(Channel.DISPATCH, "weight")
     hidden, place = (
@@ -203,8 +200,8 @@ def sum_returned(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add to rows their sums that a wait for COMBINE found, and the shared experts' sums.
 
-    slot_NB: [N, B] int32, the slot of each row at each instance, -1: not sent there. Returns (the
-    rows, the rows normed).
+    slot_NB: [N, B] int32, each row's slot at each instance, or -1. Returns (the rows, the rows
+    normed).
     """
     out, normed = torch.empty_like(x_BX), torch.empty_like(x_BX)
     (num_instances, num_rows), width = slot_NB.shape, x_BX.shape[1]

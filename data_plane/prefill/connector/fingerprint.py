@@ -58,7 +58,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
 
 
 def _digest(folder: Path) -> str:
-    """Return SHA-256 over config.json and the headers of all safetensors files, by name."""
+    """Return SHA-256 over config.json and all safetensors headers, by name."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -20,9 +20,8 @@ class PagedKv:
     ) -> None:
         """layers: for each layer the parts of a page, such as keys and values.
 
-        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one, so
-        no order needs a copy. block_size: tokens of a block. page: zeros, [layers, 64, width].
-        payload: converts a page for a ring.
+        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one, to
+        avoid copies. page: zeros, [layers, 64, width]. payload: converts a page for a ring.
         """
         self._layers = layers
         self._block_size = block_size
@@ -30,10 +29,9 @@ class PagedKv:
         self._payload = payload
 
     def read(self, blocks: Sequence[int], page: int, num_tokens: int, num_layers: int) -> Any:
-        """Return the payload of a page with num_tokens tokens; the others are zero.
+        """Return the payload of a page; tokens after num_tokens and absent layers are zero.
 
-        blocks: the request's, from position 0 on. num_layers: of the payload; absent layers are
-        zero.
+        blocks: the request's, from position 0 on.
         """
         first, size = page * PAGE_SIZE, self._block_size
         end = first + num_tokens

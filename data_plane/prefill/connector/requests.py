@@ -1,8 +1,8 @@
 """The connector's half in vLLM's scheduler: the pages to send after each step.
 
-vLLM's objects are read by field names. Blocks may be overwritten once vLLM frees them, so those of
-an ended request are held until the worker is done. A preempted request sends its pages once more; a
-receiver takes each page once.
+vLLM's objects are read by field names. Blocks may be overwritten once vLLM frees them, so an ended
+request holds them until the worker is done. A preempted request sends its pages again; a receiver
+takes each once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PagePart(NamedTuple):
     request_id: str
     ticket: EngineTicket
     blocks: tuple[tuple[int, ...], ...]
-    """The request's blocks so far, from position 0 on, by vLLM's group of layers."""
+    """From position 0 on, by vLLM's group of layers."""
     first_page: int
     end_page: int
 
@@ -44,9 +44,9 @@ class StepWork:
 
     parts: list[PagePart] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
-    """Preempted or aborted requests, whose blocks may be overwritten from now on."""
+    """Requests whose blocks may be overwritten from now on."""
     is_idle: bool = False
-    """True if the step computes nothing, and only collects sent pages."""
+    """True for a step that only collects sent pages."""
 
 
 @dataclass(slots=True)
@@ -54,9 +54,8 @@ class _Tracked:
     ticket: EngineTicket | None
     refusal: dict[str, Any] | None = None
     blocks: list[tuple[int, ...]] = field(default_factory=list)
-    """By group of layers."""
     num_pages: int = 0
-    """Pages in parts since the request's start or latest preemption."""
+    """Since the request's start or latest preemption."""
     has_parts: bool = False
 
 
@@ -71,7 +70,7 @@ class TicketedRequests:
         self._max_held_blocks = max_held_blocks
         self._tracked: dict[str, _Tracked] = {}
         self._held: dict[str, int] = {}
-        """The number of held blocks by ended request."""
+        """By ended request."""
         self._aborted: set[str] = set()
 
     def allocated(self, request_id: str, params: Mapping[str, Any] | None, num_tokens: int) -> None:

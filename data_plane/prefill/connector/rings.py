@@ -1,7 +1,6 @@
 """An engine's writers into the rings of instances, of any cluster that asks it.
 
-Clusters come and go, so it keeps only open writers, and drops one with a dead receiver, whose
-memory may still be mapped here.
+Clusters come and go, so it keeps only open writers to living receivers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The connector's half in vLLM's worker: the thread that sends pages, behind vLLM's steps.
 
-A full ring blocks only this thread. A failed send is logged and forgotten: receivers report
-arrival, and the prefill has a deadline for it.
+A failed send is logged and forgotten: receivers report arrival, and the prefill has a deadline for
+it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class PageSender:
         self._queue: deque[_Queued] = deque()
         """The first one is in progress."""
         self._num_queued: Counter[str] = Counter()
-        """Queued parts by request, cancelled ones too."""
+        """By request, cancelled ones too."""
         self._known: set[str] = set()
         """Requests with parts, before their report."""
         self._ended: set[str] = set()
-        """Those that vLLM has ended."""
         self._failed: set[str] = set()
         self._changed = threading.Condition()
         self._reading = threading.Lock()

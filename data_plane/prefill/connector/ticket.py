@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 KEY = "nanocp"
-"""Our key in kv_transfer_params; other connectors have others."""
 PROTOCOL = 3
 """Version of tickets and answers, equal on both sides."""
 
@@ -22,30 +21,27 @@ class EngineTicket:
     """One transfer, for the engine that computes its prompt."""
 
     cluster: str
-    """Prefix of the names of the receivers' rings."""
+    """Prefix of the rings' names."""
     term: int
-    """The term of these rings (protocol.md, terms)."""
     ticket: int
     num_tokens: int
-    """Positions with KV: 0 .. num_tokens - 1, the engine's whole prompt."""
+    """Of the engine's whole prompt."""
     targets: tuple[tuple[int, int, int], ...]
     """Runs of wanted pages (first page, number of pages, instance)."""
     peers: Mapping[int, tuple[str, str]]
     """(node, address) by instance, as of segments.Peer."""
     writer: int
-    """The number of the engine's ring at each instance."""
+    """Number of the engine's ring at each instance."""
     timeout_ms: int
     """Longest wait for a place in a ring."""
     page_backend: str
     """auto: shared memory within a node, else TCP. tcp: TCP always. nixl: NIXL."""
     kv_dtype: str
-    """DataPlaneConfig.kv_dtype, the form of pages."""
     num_layers: int
-    """Layers of a page: the model's, and with drafts the MTP layer."""
+    """Of a page; with drafts the MTP layer too."""
     fingerprint: Mapping[str, str]
-    """The required model and pages (fingerprint.py)."""
     engine: str
-    """The engine's process, from its answer to the probe; empty in a probe."""
+    """The engine's process, from its probe; empty in a probe."""
 
     def to_params(self) -> dict[str, Any]:
         """Return the ticket as a request's kv_transfer_params."""

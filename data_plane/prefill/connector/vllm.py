@@ -54,8 +54,8 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Sends the KV of each request with a ticket; it loads nothing.
 
     kv_connector_extra_config: `allowed`, networks that may be dialled (by default this host alone),
-    and `max_held_blocks`, blocks of ended requests that may wait to be sent. Raises ValueError for
-    a model or a parallel layout whose KV it cannot send.
+    and `max_held_blocks` of ended requests. Raises ValueError for a model or a parallel layout
+    whose KV it cannot send.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -178,7 +178,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _states(
         self, named: Sequence[tuple[str, int]], dtype: torch.dtype, page_bytes: int
     ) -> StateReader:
-        """named: linear attention layers with their groups."""
         delta, context = self._model.delta, self._config.compilation_config.static_forward_context
         assert delta is not None
         is_cpu = self._config.device_config.device_type == "cpu"
@@ -225,7 +224,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._sender.queue(work.parts, self._computed())
 
     def _computed(self) -> Callable[[], None]:
-        """Return a call that waits for the KV of the launched step."""
         if not self._is_gpu:
             return lambda: None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -316,7 +314,6 @@ def _folder(config: Any) -> Path:
 
 
 def _networks(allowed: Any) -> list[str]:
-    """Take a list, or names with commas between them, as of a flag."""
     return [name for name in allowed.split(",") if name] if isinstance(allowed, str) else allowed
 
 

@@ -20,7 +20,7 @@ class StateViews(NamedTuple):
     """vLLM's states of one layer."""
 
     group: int
-    """vLLM's group of layers, which gives the block of a request's state."""
+    """vLLM's, for the block of a request's state."""
     inputs: Tensor
     """[B, S, C]: the convolution's newest inputs."""
     state: Tensor
@@ -32,8 +32,8 @@ def state_views(
 ) -> tuple[Tensor, Tensor]:
     """Return the layer's inputs and states as of StateViews, without a copy. dtype: of the rows.
 
-    kept: of vLLM's layer: [B, S, C] or [B, C, S], and [B, H, V, K]. On a CPU its kernels take the
-    last for [B, H, K, V]. Raises ValueError for other shapes or dtypes.
+    kept: vLLM's [B, S, C] or [B, C, S], and [B, H, V, K], which its CPU kernels take for [B, H, K,
+    V]. Raises ValueError for other shapes or dtypes.
     """
     inputs, state = kept
     wide = (delta.conv_size - 1, delta.num_channels)

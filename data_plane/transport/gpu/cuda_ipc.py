@@ -1,8 +1,8 @@
 """The routed exchange through GPU memory that peers map (CUDA IPC), for captured steps.
 
-Epochs are on the device (triton_exchange.py), so the host reads an error of a wait after the step,
-by `check`. One table on the device holds all that belongs to a term, so captured steps outlive it.
-(The paper's section 5.3; the slow reference is exchange.py.)
+Epochs are on the device (triton_exchange.py); `check` reads errors after the step. One table on the
+device holds all of a term, so captured steps outlive it. (The paper's section 5.3; the slow
+reference is exchange.py.)
 """
 
 from __future__ import annotations
@@ -37,40 +37,36 @@ _FOLLOWS = {
 }
 """By channel of a put: the channel whose last wait it follows, and its lead in epochs."""
 _TERM_OVER = 16
-"""Added to the error word's first number if the term was over; triton_exchange.TERM_OVER."""
+"""Added to the error word's first number: the term was over."""
 _WRONG_STATE = 32
-"""The error word's first number if a recurrent state was not of its row's position (triton_carry).
-"""
+"""The error word's first number: a recurrent state was of another position."""
 
 
 class _WaitError(NamedTuple):
-    """The error word of a wait (triton_exchange.wait_kernel)."""
-
     code: int
     """The channel's number + 1, plus _TERM_OVER if the term was over; 0: no error."""
     source: int
     awaited_epoch: int
     found_epoch: int
-    """Negative: the epoch came with minus this count of rows, more than a region holds."""
+    """Negative: minus a count of rows above a region's."""
 
 
 class Region(NamedTuple):
     """A field of a channel in this instance's memory, [parity, source, slot, width].
 
-    Kernels may read it from the channel's wait until their answer is launched. The next put of the
-    channel's pair is launched later, so no peer overwrites what is still read.
+    Kernels may read it from the wait until their answer is launched; the next put of the channel's
+    pair comes later.
     """
 
     table: Tensor
     epoch: Tensor
     """[1] int64 or more: the epoch of the channel's last wait; its last bit is the parity."""
     offset: int
-    """Bytes from the start of an instance's memory."""
     instance: int
     num_slots: int
-    """Slots from one source's region to the next."""
+    """From one source to the next."""
     stride: int
-    """Bytes from one slot to the next."""
+    """Bytes."""
 
     def stride_in(self, like: Tensor) -> int:
         """Return the elements from one slot to the next, in the dtype of a tensor."""
@@ -80,10 +76,9 @@ class Region(NamedTuple):
 class GpuExchange:
     """One instance's end of the exchange; an instance that is alone calls nothing of it.
 
-    A layer of attention puts, awaits and takes Q, then puts and awaits RES, with or without rows,
-    on streams that keep this order. A step without links calls `skip_attention` instead. A MoE
-    layer puts and awaits DISPATCH; a kernel returns the sums as a put of COMBINE does
-    (moe/gpu/sums.py).
+    An attention layer puts, awaits and takes Q, then puts and awaits RES, in this order; a step
+    without links calls `skip_attention`. A MoE layer puts and awaits DISPATCH; a kernel returns the
+    sums as a put of COMBINE does (moe/gpu/sums.py).
     """
 
     def __init__(
@@ -96,32 +91,30 @@ class GpuExchange:
         """Prepare an end, which can put and wait after `attach`.
 
         timeout_ms: the limit of each wait, counted in polls and so not exact. has_far_peers: rows
-        are packed, and each put has a second launch for far peers.
+        are packed, and each put has a second launch.
         """
         assert places.is_packed or not has_far_peers, "one put carries packed rows only"
         self._has_far_peers = has_far_peers
         self.places = places
         self._timeout_ms = timeout_ms
         self.max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
-        """The limit of each wait, in polls."""
         self.timeout_ns = round(timeout_ms * 1e6)
-        """The limit of each wait, in nanoseconds of the GPU's clock."""
+        """By the GPU's clock."""
         self.table = torch.zeros(places.num_instances + 2, dtype=torch.int64, device=device)
-        """[N + 2] int64, all that captured steps know of a term: the address of each instance's
-        memory (0: not in the term, FAR: only NVSHMEM reaches it), of two words of the host, and
-        the term's number.
+        """[N + 2] int64, what captured steps know of a term: each instance's address (0: not in the
+        term, FAR: only NVSHMEM reaches it), the address of two words of the host, and the term's
+        number.
         """
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ended: np.ndarray = self._words[:1].numpy()
-        """[1] int64 in the host's memory: the last term that is over (exchange.Term.mirror).
-
-        Waits poll it, so none outlives its term.
+        """[1] int64 in the host's memory: the last term that is over, which waits poll
+        (Term.mirror).
         """
         self._term = 0
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
         """[channel] int64: epoch of the last wait. Epochs begin at 1."""
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
-        """The first error of a wait or of a fused MoE layer; all zero without one."""
+        """The first error of a wait or of a fused MoE layer, or zeros."""
         self._done_CN = torch.zeros(
             len(CHANNELS), places.num_instances, dtype=torch.int32, device=device
         )
@@ -156,10 +149,10 @@ class GpuExchange:
     ) -> None:
         """Put rows of the fields into the slots at each peer, then the peer's flag.
 
-        A peer without a row gets nothing, unless the channel is counted: then every instance of the
-        term gets a flag, this one too. fields: by name [rows, ...], contiguous. count_N [N] int32:
-        slots at each peer. row_NL [N, slots] int32: the row of each slot; None: rows are dense, by
-        ascending peer.
+        A peer without a row gets nothing; a counted channel's flag goes to every instance of the
+        term, this one too. fields: by name [rows, ...], contiguous. count_N [N] int32: slots at
+        each peer. row_NL [N, slots] int32: the row of each slot; None: rows are dense, by ascending
+        peer.
         """
         from data_plane.transport.gpu.triton_exchange import put_kernel
 
@@ -281,8 +274,8 @@ class GpuExchange:
     def check(self) -> None:
         """Wait for the device, and raise TermOver, ExchangeTimeout or EpochError if a wait failed.
 
-        Raises RuntimeError if a step met a recurrent state that was not of its row's position. Only
-        the controller judges whether a peer's process is gone; its word ends the term.
+        Raises RuntimeError if a recurrent state was not of its row's position. Only the controller
+        judges whether a peer's process is gone.
         """
         error = _WaitError._make(self.error.tolist())
         if error.code == 0:
@@ -320,7 +313,6 @@ class GpuExchange:
     def _fields(
         self, place: RegionPlace, fields: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[int], dict[str, int]]:
-        """Return tensors, offsets and widths of four fields; absent fields have width 0."""
         tensors, widths = [], dict.fromkeys("ABCD", 0)
         for letter, field in zip(widths, place.fields, strict=False):
             tensor = fields[field.name]

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 HANDLE_BYTES = 64
 GRANULE = 2 << 20
-"""Memory is allocated in multiples of this: of less, the driver would share its neighbours too."""
+"""Unit of allocation: of less, the driver would share its neighbours too."""
 _ENABLE_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
 _WRITES_ORDERING, _ORDERED_FOR_OWNER = 118, 100
@@ -54,7 +54,7 @@ class CudaRuntime:
         """library: a ctypes library. device: torch's number of the GPU."""
         self._library, self._device = library, device
         self.process = f"{os.getpid()} {_TOKEN}"
-        """A name that no other process has: two containers may give their processes one number."""
+        """Unique: containers may give two processes one number."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int

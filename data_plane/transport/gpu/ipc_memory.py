@@ -1,8 +1,8 @@
 """Memory of an instance on a GPU that the peers of a term map, in one term after the other.
 
-Members exchange handles in descriptions of segments (segments.py). A member publishes its memory
-when it is zero, and withdraws it when it has unmapped its peers'. So memory of a past term is free
-once no peer publishes, and never while a hanging peer may still write it.
+A member publishes its memory's handle in a segment's description (segments.py) when it is zero, and
+withdraws it when it has unmapped its peers'. So memory of a past term is free once no peer
+publishes, and never while a hanging peer may write it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_plane.transport.shared_memory import OwnedSegment, require_description
 from nanocp.config.limits import LimitsConfig
 
 _DEATH_S = 1.0
-"""Longest time between the loss of a process's GPU memory and its end."""
+"""Longest time from the loss of a process's GPU memory to its end."""
 _TICK_S = 0.01
 
 
@@ -27,7 +27,6 @@ class _Published(NamedTuple):
     """The lines of a segment's description: a member's memory."""
 
     regions: str
-    """The bounds that all members must have in common."""
     process: str
     address: str
     handle: str
@@ -35,7 +34,7 @@ class _Published(NamedTuple):
 
 
 class _GivenUp(NamedTuple):
-    """Own memory of a term that was left; peers may still have it mapped."""
+    """Own memory of a past term, perhaps still mapped by peers."""
 
     address: int
     term: int
@@ -58,17 +57,15 @@ class IpcMemory:
         self._kind, self._instance, self._limits = f"gpu_memory{lane}", instance, limits
         self._segment: OwnedSegment | None = None
         self._own: _GivenUp | None = None
-        """The present term's own memory."""
         self._opened: list[int] = []
-        """Addresses of peers' memory to close."""
         self._given_up: list[_GivenUp] = []
 
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
         """Make this instance's memory and map its peers', who all call this in the same term.
 
-        seats: the instances of the term, with this one; one alone meets nobody. Raises
-        ExchangeTimeout or PeerLost, which name the peer, TermOver or CudaError; ValueError if a
-        peer is on another node or has other bounds.
+        seats: with this one; one alone meets nobody. Raises ExchangeTimeout or PeerLost, which name
+        the peer, TermOver or CudaError; ValueError if a peer is on another node or has other
+        bounds.
         """
         self.leave()
         peers = tuple(seat for seat in seats if seat != self._instance)

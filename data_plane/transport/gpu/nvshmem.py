@@ -140,9 +140,8 @@ class NvshmemMemory:
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
         """Make this instance's memory and find its peers'.
 
-        seats: all instances; or this one alone, which may put nothing. Raises ExchangeTimeout,
-        TermOver or NvshmemError; ValueError in a second term, or if seats are only some of the
-        instances.
+        seats: all, or this one alone, which may put nothing. Raises ExchangeTimeout, TermOver or
+        NvshmemError; ValueError in a second term, or for only some of the instances.
         """
         num_instances = self._places.num_instances
         addresses = [0] * num_instances
@@ -188,7 +187,6 @@ class NvshmemMemory:
             meeting.close()
 
     def _bounded(self, call: Callable[[], Any]) -> Any:
-        """Give a time limit to a call that waits for every instance."""
         outcome: list[Any] = []
 
         def run() -> None:
@@ -244,8 +242,8 @@ def nvshmem_obstacle(
 ) -> str:
     """Return the reason why NVSHMEM cannot serve here; empty if it may. It would end the process.
 
-    has_far_peers: instances are on several nodes. orders_writes: CudaRuntime.orders_writes.
-    shares_gpu: instances share a GPU. devices: the folder in which Linux lists network cards.
+    orders_writes: CudaRuntime.orders_writes. devices: the folder in which Linux lists network
+    cards.
     """
     if device_library() is None:
         return "NVSHMEM is not installed (pip install '.[nvshmem]')"
@@ -285,7 +283,7 @@ def _transport(environment: Mapping[str, str]) -> str:
 
 
 def _has_verbs(device: Path) -> bool:
-    """True for a device of InfiniBand or RoCE; EFA's are listed too, and have no verbs."""
+    """True for InfiniBand or RoCE; EFA's devices have no verbs."""
     return (device / "device" / "driver").resolve().name != "efa"
 
 

@@ -1,8 +1,8 @@
 """The put between nodes: one call of NVSHMEM for each target, from the device, in a captured step.
 
-A target's packed rows lie in one run, and its flag, the epoch, is the signal of the same put:
-NVSHMEM orders nothing else (docs/decisions/0064). Linking NVSHMEM takes 20 s and more, so one
-kernel serves all channels by a table on the device.
+A target's packed rows are one run, and its flag, the epoch, is the same put's signal: NVSHMEM
+orders nothing else (docs/decisions/0064). Linking takes 20 s and more, so one kernel serves all
+channels.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ if find_spec("triton_dist") is None:
     def put_signal(to, source, num_bytes, signal, value, pe):
         """Put bytes, then set the signal at their receiver; all threads of a program call it.
 
-        Addresses are of this instance's symmetric memory, in int64; NVSHMEM adds the peer's place.
-        The source may be written again on return.
+        Addresses are of this instance's symmetric memory, in int64. The source is free on return.
         """
         _put_signal_block(to, source, num_bytes, signal, value, SET, pe)
 
@@ -79,9 +78,9 @@ else:  # Triton-distributed is a Triton of its own, which links NVSHMEM and init
 def forward_kernel(peer_ptr, epoch_ptr, error_ptr, count_ptr, place_ptr, instance, ahead):
     """Program t: put the packed rows for target t, if it is far, and set its flag to the epoch.
 
-    place_ptr: [6] int64 of the channel: offsets of its flags, regions and staged rows; bytes of a
-    region, of a row, and of the header before the first row (0: not counted). A target without a
-    row gets nothing, unless the channel is counted.
+    place_ptr: [6] int64: offsets of flags, regions and staged rows; bytes of a region, of a row,
+    and of the header before the first row (0: not counted). A target without a row gets nothing,
+    unless the channel is counted.
     """
     target, num_instances = tl.program_id(0), tl.num_programs(0)
     count = tl.load(count_ptr + target).to(tl.int64)

@@ -17,17 +17,16 @@ from data_plane.transport.exchange import Channel, Field, RegionLayout, side_by_
 from data_plane.transport.gpu.cuda_runtime import loaded_cudart
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
-"""The channels of a step; the mailbox stays with the host's exchange."""
+"""Of a step; the mailbox stays with the host's exchange."""
 
 MAX_FIELDS = 4
-"""Most fields of a channel, besides the count."""
 _ALIGNMENT = 128
 HEADER_BYTES = _ALIGNMENT
-"""Bytes before a region's first packed row, for the count."""
+"""Before a region's first packed row, for the count."""
 FAR = -1
-"""The address of memory that this GPU's stores do not reach, but NVSHMEM's puts do."""
+"""Beyond this GPU's stores, but within reach of NVSHMEM's puts."""
 _COUNT = "count"
-"""The field that makes a channel counted: every instance puts to every one, also no rows."""
+"""A channel with it is counted: every instance puts to every one, also no rows."""
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
@@ -65,7 +64,7 @@ class RegionPlace:
     cell_stride: int
     is_counted: bool
     num_slots: int
-    """Slots from one source's region to the next; packed rows have one more, for the header."""
+    """From one source's region to the next; with one for the header if rows are packed."""
     fields: tuple[FieldPlace, ...]
     offset: int = 0
     """Offset of the packed rows, [parity, source, slot, row_bytes], header included."""
@@ -135,7 +134,6 @@ class RegionPlaces:
         )
 
     def _take(self, num_bytes: int) -> int:
-        """Reserve bytes behind all that was taken, and return their offset."""
         offset = self.num_bytes
         self.num_bytes += _aligned(num_bytes)
         return offset
@@ -164,7 +162,7 @@ class PeerMemory:
         """owner: keeps the peers' memory alive."""
         self.instance = instance
         self.addresses = addresses
-        """Each instance's address, or FAR; 0 for one that is not in the term."""
+        """Address or FAR; 0 outside the term."""
         self.memory = memory
         """[bytes] uint8, this instance's, if it is a tensor."""
         self._owner = owner

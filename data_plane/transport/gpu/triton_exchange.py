@@ -1,18 +1,17 @@
 """The routed exchange in Triton: put rows as a table says, wait for flags, take the rows.
 
 A field is [parity, source, slot, width] in the receiver's memory, at the same offset on every
-instance; packed rows have all fields of a slot side by side (peer_memory.RegionPlaces). Flags are
-[parity, source] int64. Epochs are on the device, so a captured step can be replayed: a wait
-advances its channel's epoch, and a put takes its epoch from the other channel of its pair
-(cuda_ipc._FOLLOWS), since partials answer queries and combine answers dispatch. (The paper's
-section 5.3.)
+instance; packed rows have a slot's fields side by side (peer_memory.RegionPlaces). Flags are
+[parity, source] int64. For replays, epochs are on the device: a wait advances its channel's, a put
+takes its pair's (cuda_ipc._FOLLOWS), as partials answer queries and combine answers dispatch. (The
+paper's section 5.3.)
 
-Only the sender of a dispatch knows its count of rows. So that channel is COUNTED: every instance
-puts to every one, and each flag has a count, [parity, source] int32.
+Only a dispatch's sender knows its rows. So that channel is COUNTED: every instance puts to every
+one, and each flag has a count, [parity, source] int32.
 
-A replay in another term has other memory. So every address comes from peer_ptr [N + 2] int64
-(cuda_ipc.GpuExchange.table). Of the two words of the host, the host writes the first, the last term
-that is over; a wait writes the second, the instance that it polls for + 1, or 0.
+Every address comes from peer_ptr [N + 2] int64 (cuda_ipc.GpuExchange.table), as a replay in another
+term has other memory. Of the two words of the host, the host writes the first, the last term that
+is over; a wait writes the second, the awaited instance + 1, or 0.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import triton.language as tl
 from data_plane.transport.gpu.peer_memory import FAR
 
 TERM_OVER = tl.constexpr(16)
-"""Added to the error word's first number if the wait ended because the term was over."""
+"""Added to the error word's first number: the term was over."""
 _FAR = tl.constexpr(FAR)
 _POLLS_A_LOOK = tl.constexpr(64)
 """Polls of device memory between two looks at the more distant host's memory."""
@@ -40,8 +39,8 @@ def is_term_over(peer_ptr, num_instances):
 def staged(peer_ptr, base, region, target, instance, stage):
     """Return (address, region) for storing rows for a target.
 
-    For a far target that is this instance's own memory, `stage` bytes behind the regions, with a
-    region for each target; nvshmem_put.py puts them from there.
+    For a far target that is this instance's memory, `stage` bytes behind the regions, from which
+    nvshmem_put.py puts.
     """
     is_far = base == _FAR
     own = tl.load(peer_ptr + instance) + stage
@@ -61,7 +60,7 @@ def _field(
 ):
     """Return a pointer to a slot of a field, of the type of like_ptr.
 
-    It is marked as aligned to 16 bytes: else the compiler would store 2 bytes at a time.
+    Its alignment of 16 bytes is said: else the compiler would store 2 bytes at a time.
     """
     field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
     if ROW_BYTES:
@@ -119,8 +118,7 @@ def put_kernel(
     Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target; its last
     program releases the flag. A, B, C, D: widths of the fields. HAS_ROWS: row_ptr [N, num_listed]
     has the row of each slot; else rows are dense, by target, then slot. ROW_BYTES: of a packed row,
-    else 0. A target outside the term gets nothing. Packed rows for a far target stay here, without
-    a flag (`staged`).
+    else 0. A target outside the term gets nothing; a far one's rows stay here (`staged`).
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -184,11 +182,9 @@ def wait_kernel(
     """Advance the channel's epoch and poll until the flag of every source with a count has come.
 
     One program. COUNTED: it awaits every source of the term and writes their counts to count_ptr,
-    zeros for the others and after an error.
-
-    A newer flag, max_polls or the term's end stops the wait. The error word [code, source, epoch
-    awaited, epoch found] int64 keeps the first error; code: channel + 1, plus TERM_OVER if the term
-    was over. After an error nothing is awaited.
+    zeros for the others and after an error. A newer flag, max_polls or the term's end stops the
+    wait. The error word [code, source, epoch awaited, epoch found] int64 keeps the first error,
+    after which nothing is awaited; code: channel + 1, plus TERM_OVER if the term was over.
     """
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)

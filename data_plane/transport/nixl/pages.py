@@ -1,9 +1,8 @@
 """Pages by NIXL: one-sided writes between memory of CPUs or GPUs, on any node.
 
-A writer dials the receiver as over TCP (tcp/segment.py). That connection carries the words, shows
-whether the other end is alive, and brings the receiver's memory grant. Only pages go by NIXL. An
-agent makes progress only when called: the receiver's thread calls it from the message that
-announces a write until the word behind the write.
+A writer's connection as over TCP (tcp/segment.py) carries the words, shows whether the other end
+lives, and brings the grant of its memory. An agent makes progress only when called: the receiver's
+thread calls it from the announcement of a write until the word behind it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The messages of puts across TCP, and the socket calls of both ends.
 
 A writer says hello; the owner answers with a welcome, the segment's description, grant and words.
-Then each message of the writer is a header (word, value, table of chunks) and the chunks. The owner
-sends only words.
+Then a writer's message is a header (word, value, table of chunks) and the chunks; the owner sends
+only words.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from contextlib import suppress
 from typing import NamedTuple
 
 MAX_CHUNKS = 8
-"""Most chunks of a message."""
 HEADER = struct.Struct(f"<{3 + 2 * MAX_CHUNKS}Q")
 """A message: the word's offset, its value, the number of chunks, (offset, bytes) of each chunk."""
 WORD = struct.Struct("<QQ")
 """The offset and value of a word of the owner."""
 HELLO = struct.Struct("<8sQ")
-"""The magic, and the bytes of the text behind: names of the segment and of the writer."""
+"""The magic, and the bytes of the names behind: segment and writer."""
 MAGIC = b"nanocp\x00t"
 ATTACHED, ABSENT, TAKEN = range(3)
 """The owner's answers: attached; no such segment; a writer of this name is there."""
 ANNOUNCED = 0
-"""Word offset of an announcement: pages come another way, which needs the owner too."""
+"""Word offset of an announcement: pages come another way."""
 HANDSHAKE_S = 10.0
-"""Longest wait during hello and welcome."""
+"""Of hello and welcome."""
 CLOSE_S = 2.0
-"""Longest wait for a thread after its shutdown."""
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
-"""By these a vanished node is noticed after 2 + 4 * 1 seconds."""
+"""A vanished node is noticed after 2 + 4 * 1 seconds."""
 _USER_TIMEOUT_MS = 6000
-"""A node that acknowledges nothing for this time has vanished."""
+"""Without acknowledgements."""
 
 
 class Welcome(NamedTuple):

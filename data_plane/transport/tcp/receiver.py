@@ -1,7 +1,6 @@
 """The interface of a receiver of puts by TCP into a segment, and the receiver in Python.
 
-It is the slow reference of the compiled one (native/receiver.py), and serves without a C++
-compiler.
+It is the slow reference of native/receiver.py.
 """
 
 from __future__ import annotations

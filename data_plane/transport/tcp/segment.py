@@ -65,7 +65,7 @@ class TcpSegment:
         self._limits = limits
         self.bulk: Any = None
         self.grant = b""
-        """The permission to write into the owner's memory for pages."""
+        """The permission to write pages into the owner's memory."""
         self._connection = self._dial(writer, timeout_ms)
         self._is_open = True
         self._reader = threading.Thread(
@@ -141,7 +141,6 @@ class TcpSegment:
                 return
 
     def _read_words(self) -> None:
-        """Write the owner's words into the mirror until the connection ends."""
         words: dict[int, Word] = {}
         with suppress(OSError):
             while True:

@@ -44,8 +44,6 @@ _MAX_CONNECTIONS = 4096
 
 
 class _Attached(NamedTuple):
-    """An attached writer and its segment."""
-
     key: tuple[str, str]
     """(segment, writer)."""
     memory: mmap.mmap
@@ -73,7 +71,7 @@ class TcpSegmentServer:
         self._lock = threading.Lock()
         self._segments: dict[str, OwnedSegment] = {}
         self._writers: dict[tuple[str, str], socket.socket | None] = {}
-        """The connection of (segment, writer); None once it has ended."""
+        """By (segment, writer); None once it has ended."""
         self._thread = threading.Thread(target=self._accept, name="tcp segments", daemon=True)
         self._thread.start()
 
@@ -160,7 +158,6 @@ class TcpSegmentServer:
                             self._writers[attached.key] = None
 
     def _greet(self, connection: socket.socket) -> _Attached | None:
-        """Answer the hello of a connection; None if the writer is refused."""
         magic, num_bytes = HELLO.unpack(receive(connection, HELLO.size))
         if magic != MAGIC or num_bytes > _MAX_TEXT_BYTES:
             return None
@@ -203,7 +200,7 @@ class TcpSegmentServer:
 def _until_readable(
     connection: socket.socket, progress: Callable[[], None], limit_s: float
 ) -> None:
-    """Call `progress` until input or the end of the connection comes, or the limit."""
+    """Call `progress` until input, the connection's end, or the limit."""
     deadline = time.monotonic() + limit_s
     poll = select.poll()
     poll.register(connection, select.POLLIN)
