@@ -15,7 +15,7 @@ from torch import Tensor
 _HEAD_TOKENS = 64
 """Tokens of a piece whose products are made at once; one decay a head."""
 _CHANNEL_TOKENS = 16
-"""As many for a decay a channel: products take K times the memory."""
+"""Tokens of a piece with a decay a channel: products take K times the memory."""
 
 
 def of_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -54,10 +54,7 @@ def many_tokens(
     decay_THD: Tensor,
     beta_TH: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Run tokens of one sequence: (outputs [T, H, V], the state after them).
-
-    One triangular system gives all corrections of a piece of tokens.
-    """
+    """Run tokens of one sequence: (outputs [T, H, V], the state after them)."""
     size = _HEAD_TOKENS if decay_THD.shape[-1] == 1 else _CHANNEL_TOKENS
     outputs = []
     for begin in range(0, len(q_THK), size):

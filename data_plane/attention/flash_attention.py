@@ -30,8 +30,7 @@ class FlashAttentionHeads(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the page table, the lengths, and the flags of empty rows [A, 1].
 
-        Entries after a row's pages become 0, since the kernel may look them up. Lengths decide
-        about empty rows: an overflow of the lse must not pass for one.
+        Lengths decide about empty rows: an overflow of the lse must not pass for one.
         """
         page_P = torch.arange(frame_AP.shape[1], device=frame_AP.device)
         frame_AP = frame_AP.masked_fill(page_P * PAGE_SIZE >= length_A[:, None], 0)

@@ -1,9 +1,8 @@
 """FlashMLA's dense decode kernel as an attention backend.
 
-Public signatures of both packages with the module flash_mla:
-tests/harness/gpu_stand_ins/published_packages.py. Unlike ours: a row without KV gives lse +inf; the
-lse is [A, H, 1]; the first call with an empty FlashMLASchedMeta makes the schedule on the device. A
-plan holds a fresh one, so replays make it from new lengths.
+Public signatures: tests/harness/gpu_stand_ins/published_packages.py (two packages have the module
+flash_mla). Unlike ours: a row without KV gives lse +inf; the lse is [A, H, 1]; the first call with
+an empty FlashMLASchedMeta makes the schedule on the device, so replays make it from new lengths.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class FlashMla(Attention):
         self._decode = partial(decode, use_legacy=True) if is_wheel else decode
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> FlashMlaPlan:
-        """Return the page table and an empty schedule."""
         schedule, _ = self._package.get_mla_metadata()
         return FlashMlaPlan(frame_AP, length_A, length_A[:, None] == 0, schedule)
 

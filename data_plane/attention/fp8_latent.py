@@ -38,10 +38,7 @@ def dequantise(packed: Tensor, rank: int) -> Tensor:
 
 
 def views(packed: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View packed KV as (values [..., R] e4m3, scales [..., NUM_SCALES] fp32, key [..., P] bf16).
-
-    The views share the memory of `packed` [..., W]; the key is the rotated part.
-    """
+    """View packed KV: (values [..., R] e4m3, scales [..., NUM_SCALES] fp32, key [..., P] bf16)."""
     scales_end = rank + 4 * NUM_SCALES
     values = packed.view(_FP8)[..., :rank]
     scales = packed.view(torch.float32)[..., rank // 4 : scales_end // 4]

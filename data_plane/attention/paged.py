@@ -17,9 +17,8 @@ class Attention(Protocol):
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> Any:
         """Prepare a step's page table for `run`; it holds until frames or lengths change.
 
-        frame_AP: [A, P] int32, each row's frames by page, all full but the last. length_A: [A]
-        int32, local tokens. num_queries: adjacent rows with the same frames, which a backend may
-        read once.
+        frame_AP: [A, P] int32, each row's frames by page. length_A: [A] int32, local tokens.
+        num_queries: adjacent rows with the same frames, which a backend may read once.
         """
 
     def run(
@@ -28,5 +27,5 @@ class Attention(Protocol):
         """Attend to a layer's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32).
 
         pool_FSW: uint8 [F, 64, bytes of a token] in FP8. lse is a natural log; a row of no tokens
-        gives (0, -inf), or any lse without needs_lse, as nobody then merges it.
+        gives (0, -inf), or any lse without needs_lse.
         """

@@ -78,21 +78,15 @@ class KvLayout(Protocol):
     def attend(
         self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Call torch's kernel: (out [A, H, O], lse [A, H] fp32).
-
-        mask: [A, 1, 1, T], added to the scores.
-        """
+        """Call torch's kernel: (out [A, H, O], lse [A, H] fp32). mask: [A, 1, 1, T], added."""
 
     def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Show each query head its keys [H, T, D] and values [H, T, D], the first O of them valid.
-
-        Latent KV is not copied.
-        """
+        """Show each query head its keys and values [H, T, D], the first O of them valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentKv(KvLayout):
-    """Latent KV, shared by all heads: a token is a key, and its first `rank` columns a value."""
+    """Latent KV: a token is a key for all heads, and its first `rank` columns a value."""
 
     rank: int
 
@@ -169,7 +163,7 @@ class TorchPaged(Attention):
 def paged_attention(
     q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float, layout: KvLayout
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the frames of a plan: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32)."""
+    """Attend to a plan's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32)."""
     num_rows, num_heads, _ = q_AHD.shape
     partial = q_AHD.new_zeros(num_rows, num_heads, layout.out_width)
     lse = q_AHD.new_full((num_rows, num_heads), float("-inf"), dtype=torch.float32)
@@ -202,8 +196,8 @@ def causal_attention(
 ) -> Tensor:
     """Attend with the last T tokens of a sequence to all of it, each to none after it: [T, H, O].
 
-    kv_UW: of the whole sequence. heads_of: shows each head its keys [H, U, D] and values [H, U, O]
-    of a piece. Pieces are merged by their lse.
+    heads_of: shows each head its keys [H, U, D] and values [H, U, O] of a piece of kv_UW. Pieces
+    are merged by their lse.
     """
     begin = len(kv_UW) - len(q_THD)
     q_HTD, out_width, partials = q_THD.transpose(0, 1), 0, []
@@ -224,7 +218,6 @@ def causal_attention(
 
 
 def _of_width(x: Tensor, width: int) -> Tensor:
-    """Pad to one width of queries, keys and values; a copy."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -245,7 +238,6 @@ def _read(piece: _Piece, pool_FSW: Tensor, slots: Tensor) -> Tensor:
 
 
 def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
-    """Cover the row's tokens, in any order; a partly filled last page ends its piece."""
     runs = _runs(frames)
     scattered: list[int] = []
     done = 0

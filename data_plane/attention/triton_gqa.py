@@ -56,8 +56,8 @@ def decode_heads_kernel(
     """Program (head tile, part): attend to the part's pages with heads of one group.
 
     num_heads: of all QUERIES of a row, query by query. Operands have the dtype of queries and KV,
-    sums are fp32. The frame after a row's last token is read too, with weight 0: its numbers are
-    finite (FramePool).
+    sums are fp32. The frame after a row's last token is read too, with weight 0 (FramePool keeps it
+    finite).
     """
     WIDTH: tl.constexpr = 2 * GROUPS * HEAD_DIM
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
@@ -104,7 +104,7 @@ class TritonHeads(Attention):
     def __init__(
         self, num_kv_heads: int, head_dim: int, num_heads: int, num_parts: int | None = None
     ) -> None:
-        """head_dim: a power of two from 16 on. num_parts: None for as many as fill the GPU."""
+        """head_dim: a power of two from 16 on. num_parts: None to fill the GPU."""
         self._num_kv_heads, self._head_dim, self._num_heads = num_kv_heads, head_dim, num_heads
         if num_parts is None:
             tiles = self._num_tiles(TILES_16_BIT, 1)

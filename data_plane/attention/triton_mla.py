@@ -51,7 +51,7 @@ def _load_values(
 ):  # fmt: skip
     """Load the values of a block of tokens in the dtype of products, [BLOCK_T, RANK].
 
-    e4m3 is multiplied by its group's scale in fp32 and rounded once, so products are no more.
+    e4m3 is multiplied by its group's scale in fp32 and rounded once.
     """
     token, column, group = tl.arange(0, BLOCK_T), tl.arange(0, RANK), tl.arange(0, SCALES)
     values = tl.load(value_ptr + first * STRIDE + token[:, None] * STRIDE + column[None, :])
@@ -72,11 +72,10 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (head tile, part): attend to the part's pages with one tile of heads.
 
-    num_heads: of all QUERIES of a row, query by query. Head tiles of a part share KV by the L2
-    cache. Operands have the queries' dtype, sums are fp32. The frame after a row's last token is
-    read too, with weight 0: its numbers are finite (FramePool). value_ptr, scale_ptr, k_rope_ptr:
-    views of the same frames, STRIDE values or ROPE_STRIDE numbers of a key apart. SCALES: of a
-    token in e4m3 (fp8_latent.py).
+    num_heads: of all QUERIES of a row, query by query. Operands have the queries' dtype, sums are
+    fp32. The frame after a row's last token is read too, with weight 0 (FramePool keeps it finite).
+    value_ptr, scale_ptr, k_rope_ptr: views of the frames, STRIDE values or ROPE_STRIDE numbers of a
+    key apart. SCALES: of a token in e4m3 (fp8_latent.py).
     """
     DOT: tl.constexpr = q_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
@@ -123,7 +122,7 @@ class TritonMla(Attention):
     def __init__(
         self, rank: int, rope_dim: int, num_heads: int, num_parts: int | None = None
     ) -> None:
-        """rank, rope_dim: widths of the latent KV. num_parts: None for as many as fill the GPU."""
+        """rank, rope_dim: of the latent KV. num_parts: None to fill the GPU."""
         self._rank, self._rope_dim, self._num_heads = rank, rope_dim, num_heads
         if num_parts is None:
             num_parts = torch.cuda.get_device_properties().multi_processor_count // triton.cdiv(

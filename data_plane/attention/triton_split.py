@@ -1,9 +1,9 @@
 """Split-KV on a GPU: a step's KV is cut into equal parts, whose pieces of a row are merged.
 
-A kernel reads the lengths and cuts the work (`plan_parts`), so a captured step suits any lengths.
-Part p works from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once; of
-others, part p stores a first piece in slot 2p + 1, any other in slot 2p. Further queries of a row,
-its drafts, count as more heads with lengths of their own.
+A kernel cuts the work by lengths on the device (`plan_parts`), so a captured step suits any. Part p
+works from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once; of others,
+part p stores a first piece in slot 2p + 1, any other in slot 2p. A row's drafts count as more
+heads, with lengths of their own.
 
 Legend: A queries (attention rows), R rows, each of as many queries, P pages, N parts.
 """
@@ -36,7 +36,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's page table and the cut of its work, on the device; used by every layer."""
+    """A step's page table and the cut of its work, on the device."""
 
     num_queries: int
     frame_RP: Tensor

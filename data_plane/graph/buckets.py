@@ -10,7 +10,7 @@ from itertools import product
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A captured shape; CP degrees do not change it, as a received row is one attention row."""
+    """A captured shape; a received row is one attention row at any CP degree."""
 
     num_rows: int
     num_received: int
@@ -33,12 +33,12 @@ class BucketTable:
     ) -> None:
         """row_buckets: numbers of rows, ascending to max_rows; empty: powers of two.
 
-        widths: those with buckets of their own; other windows run in width 1. num_instances: of the
-        cluster, if steps without links are captured apart, else 0. A bucket of no rows lets an idle
-        instance compute no padding. Raises ValueError if row_buckets does not end at max_rows.
+        widths: those with buckets of their own; others run in width 1. num_instances: of the
+        cluster, if steps without links are captured apart, else 0. A bucket of no rows is added.
+        Raises ValueError if row_buckets does not end at max_rows.
         """
         self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
-        """Of the buckets of width 1."""
+        """Sizes of the buckets of width 1."""
         if self.rows[-1] != max_rows:
             raise ValueError(
                 f"row_buckets ends at {self.rows[-1]}; it must end at max_rows ({max_rows})"

@@ -39,9 +39,9 @@ class StepWithDrafts:
 class CudaGraphs:
     """The captured steps of one instance; an engine.Capture.
 
-    Steps of several lanes (micro-batches) are one graph in which the lanes fork and join on streams
-    of their own, so one computes while the other's wait, a kernel of one block, spins. No kernel of
-    a lane may need the whole GPU.
+    Lanes (micro-batches) of a step fork and join in one graph, on streams of their own, so one
+    computes while the other's wait, a kernel of one block, spins. No kernel of a lane may need the
+    whole GPU.
     """
 
     def __init__(
@@ -129,10 +129,7 @@ class CudaGraphs:
 def eager(
     pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
 ) -> Callable[..., Callable[[], None]]:
-    """Return an engine.Capture that captures nothing and launches each step kernel by kernel.
-
-    Lanes run one after the other, in the same order on every instance.
-    """
+    """Return an engine.Capture that captures nothing and launches each step kernel by kernel."""
     lanes = ((pool, run), *beside)
 
     def capture(*contexts: GpuContext) -> Callable[[], None]:

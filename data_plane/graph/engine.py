@@ -1,7 +1,6 @@
 """The graph engine: prepare a step for every bucket ahead of time, then stage, look up, replay.
 
-On the CPU (pool_cpu.py) a captured step is a prepared callable; the rest is as on a GPU
-(pool_gpu.py, cuda_graphs.py). (The paper's section 5.2, Algorithm 2.)
+On the CPU a captured step is a prepared callable. (The paper's section 5.2, Algorithm 2.)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Pool(Protocol):
 
     @property
     def rows(self) -> RowState:
-        """The rows' state before the next step, for the host to fill."""
+        """The rows' state before the next step."""
 
     def context(self, bucket: Bucket) -> Any:
         """Return the pool's slice for the bucket's captured step."""
@@ -52,7 +51,7 @@ class GraphEngine:
 
     @property
     def rows(self) -> RowState:
-        """The rows' state before the next step, for the host to fill."""
+        """The rows' state before the next step."""
         return self._pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
@@ -87,7 +86,7 @@ class GraphEngine:
     def next_step(self) -> Callable[[], None]:
         """Return the captured call of the next step's bucket.
 
-        A window's first step copies the staged tables into the live ones.
+        A window's first step adopts the staged tables.
         """
         if self._is_staged:
             self.adopt()
@@ -96,7 +95,7 @@ class GraphEngine:
         return self._step
 
     def adopt(self) -> None:
-        """Make staged tables live and look up their bucket, if there are any."""
+        """Adopt the staged tables, if any, and look up their bucket."""
         if self._is_staged:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)
@@ -124,7 +123,7 @@ class PairedEngine:
         self._steps: dict[Bucket, Callable[[], None]] = {}
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Capture every bucket, largest first, in both lanes; returns the number of graphs."""
+        """Capture every bucket, largest first; returns the number of graphs."""
         buckets = self._buckets.all()
         for done, bucket in enumerate(buckets, start=1):
             self._steps[bucket] = self._capture(bucket)

@@ -49,7 +49,7 @@ class LocalPages:
         )
 
     def fill(self, row: int, runs: Sequence[PageRun]) -> None:
-        """Set the pages of a row from its ascending runs, perhaps with pages of coming tokens."""
+        """Set the pages of a row from its ascending runs."""
         end = 0
         for run in runs:
             begin, end = end, end + run.num_pages
@@ -144,7 +144,7 @@ class StepContext:
 
 
 class ContextPool:
-    """The pool of an instance on the CPU: one for all buckets; an engine.Pool."""
+    """The pool of an instance on the CPU; an engine.Pool."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         max_rows = cluster.bounds.max_rows
@@ -164,7 +164,7 @@ class ContextPool:
         self.tables.copy_from(self.staging[parity])
 
     def context(self, bucket: Bucket) -> StepContext:
-        """Return the bucket's slice of the pool; slices overlap, so one step runs at a time."""
+        """Return the bucket's slice of the pool; only one step runs at a time."""
         live = self.tables
         tables = StepTables(
             num_rows=live.num_rows,

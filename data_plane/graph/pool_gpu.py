@@ -1,10 +1,7 @@
 """The pool on a GPU: tables and row state on the device, sliced by bucket as in pool_cpu.py.
 
-The host fills pinned memory. `upload` copies a window's tables to the device while the last window
-runs; a captured kernel of the first replay makes them live. Row state is one copy before it. (The
-paper's section 5.2.)
-
-Legend: pool_cpu.py's.
+`upload` copies a window's tables from pinned memory while the last window runs; a captured kernel
+of the first replay makes them live. (The paper's section 5.2.) Legend: pool_cpu.py's.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class GpuPages:
 
 @dataclass(frozen=True, slots=True)
 class GpuContext:
-    """The prefix of the pool for one bucket's captured step (pool_cpu.StepContext)."""
+    """The prefix of the pool for one bucket (pool_cpu.StepContext)."""
 
     bucket: Bucket
     num_sent: Tensor
@@ -71,13 +68,11 @@ class GpuContext:
 
     @property
     def has_links(self) -> bool:
-        """False: no row is sent or received, and the step launches nothing for that."""
+        """False: the step launches nothing for links."""
         return self.bucket.has_links and len(self.num_sent) > 1
 
 
 class _Start(NamedTuple):
-    """The state before a step, as views of one run of bytes."""
-
     parity: Tensor
     """[1] int64: the staged tables to adopt first; negative: none."""
     by_host: Tensor
@@ -125,7 +120,6 @@ class _Words:
         self.total = self.frames + self.attention_rows * self.max_pages
 
     def pages(self, words: Tensor, first_row: int, num_rows: int) -> GpuPages:
-        """Return pages of `num_rows` attention rows from `first_row` on; own rows come first."""
         page, frame = (
             words[begin:][: self.attention_rows * self.max_pages].view(-1, self.max_pages)[
                 first_row:
@@ -137,11 +131,9 @@ class _Words:
         )
 
     def routes(self, words: Tensor) -> Tensor:
-        """Return send_row, [N, L]."""
         return words[self.send_row :][: self.peers * self.links].view(self.peers, self.links)
 
     def on_host(self, cluster: ClusterConfig, host: Tensor) -> StepTables:
-        """Return tables over the host's words, for the host to fill."""
         empty = StepTables.empty(cluster)
         return StepTables(
             num_rows=host[:1].numpy(),
@@ -158,10 +150,7 @@ class _Words:
 
 
 class GpuPool:
-    """The pool of an instance on a GPU: one for all buckets; an engine.Pool.
-
-    `staging` and `rows` are host memory.
-    """
+    """The pool of an instance on a GPU, with `staging` and `rows` on the host; an engine.Pool."""
 
     def __init__(self, cluster: ClusterConfig, device: torch.device, scratch_slot: int) -> None:
         words = self._words = _Words(cluster)
@@ -192,7 +181,7 @@ class GpuPool:
         return self._staged.nbytes + self._live.nbytes + self._device_start.nbytes
 
     def context(self, bucket: Bucket) -> GpuContext:
-        """Return the bucket's slice of the pool; slices overlap, so one step runs at a time."""
+        """Return the bucket's slice of the pool; only one step runs at a time."""
         words, live, num_rows = self._words, self._live, bucket.num_rows
         start = _Start.views(self._device_start, words.rows)
         return GpuContext(

@@ -23,10 +23,10 @@ def adopt_kernel(
 ):
     """Copy the staged tables of a parity over the live ones; nothing if the parity is negative.
 
-    staged_ptr [2, table_words], live_ptr [table_words] int32. The first small_words words are
-    copied whole; from first_pages on they have the page counts of num_rows attention rows. Then
-    come max_pages pages of each row, then as many frames, of which used ones are copied. Program p
-    copies a block of the first words, and row p.
+    staged_ptr [2, table_words], live_ptr [table_words] int32: small_words words, copied whole, with
+    the page counts of num_rows attention rows from first_pages on; then max_pages pages of each
+    row, then as many frames, copied as far as used. Program p copies a block of the first words,
+    and row p.
     """
     program = tl.program_id(0)
     parity = tl.load(parity_ptr)
@@ -74,8 +74,8 @@ def locate_kernel(
     """Find the slot of each row's new token, and the row's local length with it.
 
     Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep.
-    The tail page is found by halving. Once the exchange's error word is set every row appends to
-    the scratch slot: after a failed wait, positions are old, and their KV is committed.
+    Once the exchange's error word is set every row appends to the scratch slot: its position is
+    old, with committed KV.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows

@@ -1,7 +1,7 @@
 """Drafting at the end of a step: the MTP layer drafts the tokens for the next step to check.
 
-First it runs at every position that the step committed; each further draft is a turn of one
-position a row. Every instance takes all turns (protocol.md, equal width).
+It runs at every position that the step committed; each further draft is a turn of one position a
+row. Every instance takes all turns (protocol.md, equal width).
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def draft_alone(window: Window, lane: StepLane) -> list[list[int]]:
 
 
 def take_drafts(window: Window, lane: StepLane, turns: Sequence[Sequence[int]]) -> None:
-    """Give each row its drafts of the turns; the step's tokens are committed.
-
-    turns: for each, a token of each step row.
-    """
+    """Give each row its drafts of the turns, a token of each step row by turn."""
     for index, row in enumerate(window.lanes[0].rows):
         if row.finished:
             continue
@@ -100,7 +97,6 @@ def _take_drafts(
     turn: int,
     guess: Guess,
 ) -> None:
-    """Keep the drafts of a turn, and set up the next one; last: of `_at_known_tokens`."""
     state = of.engine.rows
     state.live[:] = False
     if not last:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MAX_MATCHERS = 512
 """The least recently used goes first."""
 _MAX_KEPT_MASKS = 4
-"""Of a row; the oldest goes first."""
+"""Kept masks of a row; the oldest goes first."""
 _MAX_COMPILED = 64
 """The least recently used goes first."""
 
@@ -52,13 +52,11 @@ class _Progress:
         return self.num_sure + len(self.drafts)
 
     def mask_after(self, row: MaskedRow) -> np.ndarray | None:
-        """Return the kept mask after the row's ids, if any."""
         mask = self.masks.get(row.num_ids)
         ids = row.ids_from(self.num_sure)
         return mask if mask is not None and self.drafts[: len(ids)] == ids else None
 
     def eat(self, row: MaskedRow) -> None:
-        """Consume the row's further ids."""
         if ids := row.ids_from(self.num_eaten):
             self.matcher.consume_tokens(ids)
         self.num_sure, self.drafts = len(row.output_ids), list(row.drafts)
@@ -69,7 +67,6 @@ class _Progress:
             self.masks.popitem(last=False)
 
     def go_back(self, row: MaskedRow) -> bool:
-        """Undo drafts that the row has not taken; True if that worked."""
         if row.num_ids < self.num_sure:
             return False  # not the row that it was: its outputs only grow
         pairs = enumerate(zip(self.drafts, row.ids_from(self.num_sure), strict=False))
@@ -107,7 +104,7 @@ class MaskedRow(NamedTuple):
 
 
 class GrammarMasks:
-    """The masks of one instance's rows, computed in a thread of their own while the step runs."""
+    """The masks of one instance's rows, computed in a thread beside the step."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -143,7 +140,6 @@ class GrammarMasks:
         return torch.from_numpy(bits.view(np.bool_))
 
     def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
-        """Set the bits of the row's allowed tokens; none if its grammar has failed."""
         key = row.request_id, row.attempt, row.grammar
         known = self._kept.pop(key, None)
         if known is not None and (mask := known.mask_after(row)) is not None:
@@ -188,10 +184,7 @@ class GrammarMasks:
 def load_grammar_masks(
     checkpoint: Path, vocab_size: int, eos_ids: Sequence[int]
 ) -> GrammarMasks | None:
-    """Return a checkpoint's masks; None without a tokenizer or an end-of-sequence token.
-
-    Takes about a second for a large vocabulary.
-    """
+    """Start to compute `masks`, in bounded time; the rows' outputs must stay meanwhile."""
     text = tokenizer_json(checkpoint) if eos_ids else None
     if text is None:
         return None

@@ -52,7 +52,7 @@ class PageMover(Protocol):
         """Return True if the connection of the peer's pages has ended; ask before `arrived`."""
 
     def has_place(self, peer: int) -> bool:
-        """Return True if a page for the peer would find a place now."""
+        """Return True if the peer's ring has a place."""
 
     def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Send a page. There must be a place."""
@@ -182,10 +182,9 @@ class Instance(Protocol):
         """Take the events since the last poll."""
 
     def kept_pages(self) -> list[PageRun]:
-        """Return the pages of requests in the left term's table.
+        """Return the pages of requests in the left term's table, without those of a new owner.
 
-        Each holds KV of its request, up to a position that the front end knows. Requests whose
-        frames may have a new owner are left out.
+        Each holds KV of its request, up to a position that the front end knows.
         """
 
     def restarts(self) -> list[tuple[int, int, int]]:

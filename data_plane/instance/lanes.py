@@ -47,10 +47,7 @@ def window_lanes(
 
 
 def run_waiting(steps: Waiting[Result], exchange: Exchange) -> Result:
-    """Run a generator to its end, blocking until one of its awaited puts is here.
-
-    Raises what a wait of the exchange raises.
-    """
+    """Run a generator to its end; raises what a wait of the exchange raises."""
     while True:
         try:
             awaited = next(steps)
@@ -61,10 +58,7 @@ def run_waiting(steps: Waiting[Result], exchange: Exchange) -> Result:
 
 
 def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> int:
-    """Run the lanes' steps to their end as `in_turns` does, and return its result.
-
-    Raises what a wait of the exchange raises.
-    """
+    """Run `in_turns` to its end; raises what a wait of the exchange raises."""
     return run_waiting(in_turns(lanes, lambda put: exchange.arrived(*put)), exchange)
 
 
@@ -73,9 +67,8 @@ def in_turns(
 ) -> Waiting[int]:
     """Run the lanes' steps in turns; yield their awaited puts when none can go on.
 
-    The one that is behind goes first. The caller resumes once one put is here: a peer may await
-    this instance in the other lane. Returns nanoseconds of overlap, in which a lane computed while
-    the other awaited a missing put.
+    The caller resumes once one put is here: a peer may await this instance in the other lane.
+    Returns nanoseconds in which a lane computed while the other awaited a missing put.
     """
     hidden_ns = 0
     awaited: dict[int, Awaited | None] = dict.fromkeys(range(len(lanes)))

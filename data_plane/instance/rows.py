@@ -17,7 +17,7 @@ class Row:
 
     request_id: int
     position: int
-    """Of the next step's input token; once finished, of the last step's."""
+    """Position of the next step's input token; once finished, of the last step's."""
     token: int
     params: SamplingParams
     stop_token_ids: frozenset[int]
@@ -82,7 +82,7 @@ class Row:
         return HandOffState(self.request_id, self.finished, self.position, row)
 
     def num_live(self, num_drafts: int) -> int:
-        """Return the next step's input tokens: the known one, and drafts that may still come."""
+        """Return the next step's input tokens, drafts included."""
         if self.finished:
             return 0
         return min(1 + min(len(self.drafts), num_drafts), self.num_left)
@@ -93,7 +93,7 @@ class Row:
         return self.params.max_tokens - len(self.output_ids)
 
     def step_token(self, offset: int) -> int:
-        """Return the next step's input token at an offset: the known one at 0, then the drafts."""
+        """Return the next step's input token: the known one at 0, then the drafts."""
         return self.drafts[offset - 1] if 0 < offset <= len(self.drafts) else self.token
 
     def _turn_page(self) -> None:
@@ -107,9 +107,9 @@ class Row:
     def commit(
         self, token_id: int, logprobs: TokenLogprobs | None = None, num_drafts: int = 0
     ) -> Token:
-        """Commit one sampled token at the end of a step; the row stops if it was the last.
+        """Commit one sampled token at the end of a step (protocol.md, step commit).
 
-        This is protocol.md's step commit. num_drafts: as of Token.
+        The row stops if it was the last. num_drafts: as of Token.
         """
         self.output_ids.append(token_id)
         reason = None

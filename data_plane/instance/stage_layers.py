@@ -1,7 +1,7 @@
 """The layers of a stage and their KV: places, filled tokens, and moves.
 
-Before a layer computes a span, its frames must hold KV of exactly the earlier positions; repeated
-or left-out layers, and missing or stale KV, are errors by name.
+Before a layer computes a span, its frames must hold KV of exactly the earlier positions; else an
+error names the fault.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StageLayers:
     # --- calls
 
     def progress(self) -> None:
-        """Take arrived KV, and send as much as finds a place. Call it when idle; never blocks.
+        """Take arrived KV, and send as much as finds a place; never blocks.
 
         Raises PeerLost if the connection of coming KV has ended.
         """
@@ -175,7 +175,7 @@ class StageLayers:
                 raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
 
     def _take_place(self, layer: int, place: int) -> None:
-        """Give the layer a place; if it has it already, its KV there is kept."""
+        """Give the layer a place; a place that it has keeps its KV."""
         if self.place_of.get(layer) == place:
             return
         for other, taken in list(self.place_of.items()):

@@ -29,14 +29,14 @@ class Step(Protocol):
         """Set the place of each expert, between two terms."""
 
     def logits_of(self, rows: list[int]) -> Tensor:
-        """Return [rows, vocabulary] fp32: the last step's logits of these step rows."""
+        """Return [rows, vocabulary] fp32, of the last step."""
 
 
 class DraftingStep(Step, Protocol):
     """A step of a model whose MTP layer drafts."""
 
     def draft_logits_of(self, rows: list[int]) -> Tensor:
-        """Return [rows, vocabulary] fp32: the MTP layer's logits of these step rows."""
+        """Return [rows, vocabulary] fp32, of the MTP layer."""
 
     def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
         """Put these MTP rows at these places in the next turn."""
@@ -46,7 +46,7 @@ class DeviceDraftingStep(DraftingStep, Protocol):
     """A step that can draft before the host knows its tokens: GpuStep."""
 
     def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
-        """Return the highest logit's token of each step row: of the step, then of each turn."""
+        """Return each step row's highest-logit token: of the step, then of each turn."""
 
 
 class StepLane(NamedTuple):

@@ -2,10 +2,10 @@
 
 An abandoned step runs again, but a state cannot take a token twice. So it is folded late
 (protocol.md, late fold): beside it lie, by position, the newest tokens' records (decay, key,
-correction) and the convolution's last inputs. A step folds records that `depth` newer tokens have
-followed. On a GPU kv/triton_carry.py runs the steps.
+correction) and the convolution's last inputs; a step folds those that `depth` newer tokens have
+followed.
 
-Legend: B rows, T tokens, H value heads, K width of a key, V of a value, C channels, L layers.
+Legend: that of attention/delta_rule.py, C channels, L layers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CarryFields(NamedTuple):
 
 
 class CarryPool:
-    """Memory of `num_frames` states, and a scratch frame for rows that must not change one."""
+    """Memory of `num_frames` states, and a scratch frame."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class CarryPool:
     ) -> Tensor:
         """Run a prompt's tokens from position `first` on; returns heads' outputs, [T, H, V].
 
-        x_TX: normed hidden rows. They are folded at once: an abandoned prompt begins anew.
+        They are folded at once: an abandoned prompt begins anew.
         """
         config, given = self.config, self.config.inputs(x_TX, weights)
         fields, before = self.layers[layer], config.conv_size - 1
@@ -197,7 +197,7 @@ class CarryPool:
         return int(self._folded[:, frame].max())
 
     def page(self, frame: int, number: int) -> Any:
-        """Return this pool's part of a page of a state, without a copy; on a GPU a tensor."""
+        """Return this pool's part of a page of a state, without a copy."""
         begin = number * self._page_bytes - self._first_byte
         page = self._bytes[frame, max(begin, 0) : max(begin + self._page_bytes, 0)]
         return page if page.is_cuda else page.numpy()

@@ -84,17 +84,17 @@ class FramePool:
             torch.cuda.current_stream(layers.device).synchronize()
 
     def read_payload(self, frame: int) -> np.ndarray | torch.Tensor:
-        """Return a copy of a frame's bytes of all layers, in the form of `write_payload`."""
+        """Return a copy of a frame's bytes, as of `write_payload`."""
         payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
         return payload if payload.is_cuda else payload.numpy()
 
     def page_view(self, frame: int) -> np.ndarray:
-        """Return [layers, bytes] uint8: a frame's own bytes, no copy; only on the CPU."""
+        """Return [layers, bytes] uint8: a frame's own bytes, on the CPU."""
         view: np.ndarray = self.layers[:, frame].view(torch.uint8).flatten(1).numpy()
         return view
 
     def read_layer(self, layer: int, frame: int) -> np.ndarray:
-        """Return a copy of a frame's bytes of one layer, uint8; only on the CPU."""
+        """Return a copy of a frame's bytes of one layer, uint8, on the CPU."""
         payload: np.ndarray = self.layers[layer, frame].clone().view(torch.uint8).flatten().numpy()
         return payload
 
@@ -109,7 +109,7 @@ class FramePool:
         return self.layers[:, 0].numel() * self.layers.element_size()
 
     def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
-        """Fill a frame's first tokens with noise of only request and page, so of no CP degree."""
+        """Fill a frame's first tokens with noise of only request and page."""
         generator = torch.Generator().manual_seed((request_id << 24) ^ page)
         if self._fp8_rank is None and not self.layers.is_cuda:
             self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)

@@ -36,7 +36,7 @@ def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
 
 
 def _take(wanted: weakref.ref[np.ndarray]) -> None:
-    """Take the memory from the system until nobody refers to it. Others may use it meanwhile."""
+    """Take the memory from the system until nobody refers to it."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     offset = 0

@@ -1,7 +1,7 @@
 """Copies full pages between an instance's frames and its slots (KV offload), beside its steps.
 
-A stowed (offloaded) page is full, so no step writes it. A fetched (loaded) page's frame belongs to
-a ticket, so no step reads it before the ticket is over.
+No step writes a stowed (offloaded) page, which is full, or reads a fetched (loaded) one's frame
+before its ticket is over.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class _Load(NamedTuple):
 
 
 class PageCopier:
-    """Executes copies one by one, in order.
-
-    The instance's thread calls everything but `run_one`, which has its own thread after `start`.
-    """
+    """Executes copies one by one, in order; `run_one` has its own thread after `start`."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class PageCopier:
         self.slots = slots
         self._read_page, self._write_page = read_page, write_page
         self.wake: Callable[[], None] = lambda: None
-        """Called from the copying thread when `take` or `loaded` has something."""
         self._changed = threading.Condition()
         self._jobs: deque[Stow | _Load] = deque()
         self._is_busy = self._is_abandoned = self._is_closed = False
@@ -83,10 +79,7 @@ class PageCopier:
         self._add([stow])
 
     def fetch(self, fetch: Fetch, frames: dict[int, int]) -> None:
-        """Read pages from slots, and write those for this instance.
-
-        frames: page -> frame of this instance's pages.
-        """
+        """Read pages from slots, and write this instance's into frames (page -> frame)."""
         jobs: list[Stow | _Load] = []
         for page, slot, receiver in fetch.pages:
             is_here = receiver == self._instance
@@ -109,7 +102,7 @@ class PageCopier:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is copied, and nothing waits to be taken or sent."""
+        """True if nothing is copied, taken or sent."""
         with self._changed:
             return not (self._jobs or self._is_busy or self._loaded or self._events or self._filled)
 
@@ -126,7 +119,7 @@ class PageCopier:
         return taken
 
     def loaded(self) -> LoadedPage | None:
-        """Return the next page for another instance, the same until `sent`."""
+        """Return the next page for another instance, until `sent`."""
         with self._changed:
             return self._loaded[0] if self._loaded else None
 
@@ -137,10 +130,7 @@ class PageCopier:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Forget every command, once the page in copying is done.
-
-        Raises TimeoutError if that page takes too long.
-        """
+        """Forget every command, after the page in copying; TimeoutError if it takes too long."""
         with self._changed:
             self._jobs.clear()
             self._is_abandoned = True

@@ -1,9 +1,8 @@
 """The page ring: the way of KV pages to an instance, which alone may touch its frames.
 
-The ring is in the receiver's shared memory; writers on other nodes reach it by TCP
-(tcp/segment.py). The writer raises the count of written pages after a complete page, so dying
-leaves no half page; the receiver raises the count of consumed ones. (Section 3 of the paper,
-MIGRATE.)
+It is in the receiver's shared memory; other nodes write it by TCP (tcp/segment.py). The writer
+counts complete pages, so a death leaves no half page; the receiver counts consumed ones. (Section 3
+of the paper, MIGRATE.)
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ class ArrivedPage(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """The header of a place: five u64."""
-
     ticket: int
     page: int
     num_tokens: int
@@ -135,11 +132,7 @@ class PageRing:
         kind: str = PREFILL_RING,
         page_bytes: int = 0,
     ) -> PageRing:
-        """Make an instance's ring of `ring_pages` places for payloads of `place_bytes` bytes.
-
-        kind: the ring's name at the instance. Raises ValueError if a size is not positive, and as
-        OwnedSegment does.
-        """
+        """True if a connection of pages, now all here, has ended; ask before `arrived`."""
         if ring_pages < 1 or place_bytes < 1:
             raise ValueError(
                 f"ring_pages is {ring_pages} and place_bytes {place_bytes}; both must be at least 1"
@@ -195,7 +188,7 @@ class PageRing:
 
 
 class PageRingWriter:
-    """The writer's end of a ring, for one thread; a ring has one writer at a time.
+    """The writer's end of a ring, for one thread.
 
     Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, TermOver if the term
     ends meanwhile, PeerLost if its instance is dead, ValueError if it has a writer already.
@@ -209,7 +202,7 @@ class PageRingWriter:
         kind: str = PREFILL_RING,
         may_be_short: bool = False,
     ) -> None:
-        """may_be_short: payloads may be shorter than a page, and only their bytes travel."""
+        """may_be_short: payloads may be shorter than a page."""
         self._may_be_short = may_be_short
         self._instance = instance
         self._limits = limits
@@ -254,8 +247,8 @@ class PageRingWriter:
         """Write one page as soon as there is a place for it.
 
         payload: bytes, an array, or a tensor on a GPU. Returns False if `is_cancelled`, asked each
-        tick, ended the wait. Raises PeerLost or ExchangeTimeout while waiting, ValueError if the
-        payload is not page_bytes long, or longer where it may be short.
+        tick, ended the wait. Raises PeerLost or ExchangeTimeout while waiting, ValueError for a
+        payload of wrong size.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
@@ -325,7 +318,7 @@ def prefill_rings(
 ) -> tuple[PageRing, ...]:
     """Make an instance's rings, one for each writer of the prefill; none with synthetic KV.
 
-    num_layers: parts of a page that stages share; 1: each may send all of a page.
+    num_layers: parts of a page that stages share.
     """
     place_bytes = page_bytes // num_layers * even_split(num_layers, prefill.stages)[0]
     return tuple(

@@ -1,7 +1,6 @@
 """Page rings between peers, which move full KV pages between instances' frames.
 
-Both ends decode meanwhile (docs/decisions/0008), so nothing here waits: a page without a place is
-sent later.
+Both ends decode meanwhile (docs/decisions/0008), so nothing here waits.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class PeerRings:
             )
 
     def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
-        """Yield for each peer the pages that are here now, as PageRing.arrived does."""
+        """Yield each peer's pages that are here now."""
         return (ring.arrived() for ring in self._rings.values())
 
     def has_lost(self, peer: int) -> bool:

@@ -85,7 +85,7 @@ class Slots:
         return num_bytes == self._page_bytes
 
     def read(self, slot: int) -> np.ndarray | None:
-        """Return the page in a slot, uint8 [page_bytes], perhaps a view; None if it is lost."""
+        """Return a slot's page, uint8 [page_bytes], perhaps a view; None if it is lost."""
         if slot < self._num_host:
             page: np.ndarray = self._host[slot]
             return page

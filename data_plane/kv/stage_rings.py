@@ -24,11 +24,7 @@ def places_of(max_in_flight: int) -> int:
 
 
 class RingStageLinks(StageLinks):
-    """One stage's links, for one thread.
-
-    A ring has a place for every pass in flight, so a send waits at most for the news of a free
-    place.
-    """
+    """One stage's links, for one thread; a ring has a place for every pass in flight."""
 
     def __init__(
         self,
@@ -40,10 +36,7 @@ class RingStageLinks(StageLinks):
         limits: LimitsConfig,
         max_in_flight: int | None = None,
     ) -> None:
-        """row: one hidden row of zeros, [X] in the rows' dtype.
-
-        max_in_flight: most passes in flight. None: one for each stage.
-        """
+        """row: a hidden row of zeros. max_in_flight: of passes; None: one for each stage."""
         self._segments, self._stage, self._num_stages = segments, stage, num_stages
         self._row, self._limits = row, limits
         self._own_tokens: list[PassTokens] = []
@@ -56,7 +49,6 @@ class RingStageLinks(StageLinks):
             self._ring = PageRing.create(segments, stage, places, max_pass_tokens * row_bytes, kind)
 
     def connect(self) -> None:
-        """Attach to the next stage's ring. Raises as PageRingWriter does."""
         if self._num_stages > 1:
             target = (self._stage + 1) % self._num_stages
             kind = _TOKENS if target == 0 else _HIDDEN
@@ -113,10 +105,7 @@ class RingStageLinks(StageLinks):
         )
 
     def _take(self) -> ArrivedPage | None:
-        """Return the next message with its payload copied, or None.
-
-        Raises PeerLost if there is none and its connection has ended.
-        """
+        """Return the next message, copied, or None; PeerLost if none can come."""
         assert self._ring is not None
         is_lost = self._ring.has_lost_writer
         arrived = self._ring.arrived()

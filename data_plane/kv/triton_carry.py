@@ -29,9 +29,9 @@ def step_states(
 ) -> Tensor:
     """Run one token of each row; returns heads' outputs, gated, [B, H, V]: 0 for a dead row.
 
-    A dead row's state is neither read nor written. x_BX: normed hidden rows. error: the exchange's
-    error word. Once it is set, as by a state of another position, nothing is folded or recorded,
-    and outputs are worthless.
+    A dead row's state is neither read nor written. error: the exchange's error word. Once it is
+    set, as by a state of another position, nothing is folded or recorded, and outputs are
+    worthless.
     """
     channels_BC, gate, decay, beta = config.projections(x_BX, weights)
     out_BHV = x_BX.new_empty(len(x_BX), config.num_heads, config.value_dim)
@@ -136,7 +136,6 @@ def _kept(decays_ptr, k, is_k, BY_CHANNEL: tl.constexpr):
 
 @triton.jit
 def _decay(given, rate, bound, IS_BOUND: tl.constexpr):
-    """Return the logarithm of a decay from its projection, with bias."""
     if IS_BOUND:
         decay = bound * tl.sigmoid(rate * given)
     else:

@@ -46,7 +46,7 @@ class ControllerLost(RuntimeError):
 
 
 class ControllerLink:
-    """The open stream: `inbox` gets the controller's messages, any thread may call `send`."""
+    """The open stream: `inbox` for the controller's messages; any thread may call `send`."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:
 
 
 def channel_options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
-    """Return a channel's options: large messages, and a dead network is noticed."""
+    """Return a channel's options, for large messages and dead networks."""
     return (
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),

@@ -14,7 +14,7 @@ _JOIN_S = 2.0
 
 
 class Heartbeat:
-    """Sends from the start on, unless the process is stopped or the interpreter held."""
+    """Sends from the start on, while the interpreter runs."""
 
     def __init__(self, send: Callable[[], None], limits: LimitsConfig) -> None:
         self._send = send

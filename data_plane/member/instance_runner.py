@@ -1,7 +1,4 @@
-"""The process of an instance: drives it by the controller's messages, sends its tokens.
-
-The caller's thread drives the instance; the others only fill and empty queues.
-"""
+"""The process of an instance: drives it by the controller's messages, sends its tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ _RING_WAIT_MS = 1000
 
 
 class ClusterInstance(Instance, Protocol):
-    """An instance whose peers are other processes; its factory has allocated its shared memory."""
+    """An instance whose peers are other processes."""
 
     @property
     def selected(self) -> list[str]:
@@ -61,7 +58,7 @@ class ClusterInstance(Instance, Protocol):
 
     @property
     def awaited(self) -> int | None:
-        """The instance that blocks a wait now, or None. Any thread may read it."""
+        """The instance that blocks a wait now, for any thread."""
 
     def enter(self, start: TermStart) -> int:
         """Join a term together with the peers; returns the number of graphs."""
@@ -75,8 +72,8 @@ def run_instance(
 ) -> None:
     """Run the instance or stage until the controller asks for a shutdown.
 
-    `spec.factory` names a callable(config, instance, segments, checkpoint, progress); `make_loop`
-    drives its product. make: a factory that has loaded much already. Raises FailureReported or
+    `spec.factory`: callable(config, instance, segments, checkpoint, progress); `make_loop` drives
+    its product. make: a factory that has loaded much already. Raises FailureReported or
     ControllerLost if the instance failed, after releasing everything.
     """
     assert spec.instance is not None
@@ -101,7 +98,6 @@ def run_instance(
 
 
 def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None:
-    """Greet another controller, with the pages of the lost one's requests."""
     kept = tuple(
         (run.request_id, TargetRun(run.first_page, run.num_pages, hello.instance, run.frame))
         for run in instance.kept_pages()
@@ -240,7 +236,6 @@ class DecodeLoop(TermLoop):
             self._send(event)
 
     def _watch_ring(self, ring: PageRing) -> None:
-        """Wake the decode thread, by one message for all arriving pages."""
         while ring.is_open:
             if ring.wait(_RING_WAIT_MS):
                 self._pages_came()

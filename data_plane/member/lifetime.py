@@ -31,7 +31,7 @@ class ShutdownRequested(Exception):
 
 
 class FailureReported(Exception):
-    """The member failed and has reported the reason to the controller, which prints it."""
+    """The member failed and has reported the reason to the controller."""
 
 
 Make = Callable[..., Any]
@@ -114,9 +114,8 @@ def _named(factory: str) -> Make:
 def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
     """Open the link to the controller; yield it with a stack of closers.
 
-    ShutdownRequested ends the block normally. ControllerLost passes. Any other error is reported,
-    then becomes FailureReported. The report precedes the closing, after which peers fail too: the
-    controller takes the first report for the cause.
+    ShutdownRequested ends the block, ControllerLost passes. Any other error is reported, before
+    anything is closed and peers fail too, then becomes FailureReported.
     """
     link = ControllerLink(
         spec.carrier or spec.controller,
@@ -171,7 +170,6 @@ def _frames_device(spec: MemberSpec) -> str:
 
 
 def _own_address(controller: str) -> str:
-    """Return this machine's address towards the controller."""
     host, _, port = controller.rpartition(":")
     host = host.strip("[]")
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -227,10 +225,7 @@ def run_under_controllers(
     loop: MemberLoop,
     greet: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the loop under one controller after the other, where a service may have several.
-
-    greet: called once another controller has been dialled.
-    """
+    """Run the loop under one controller after the other; greet: called after each new dial."""
     while True:
         try:
             loop.run()

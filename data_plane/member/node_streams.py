@@ -1,7 +1,6 @@
 """One stream to the controller for all instances of a node, carried by a process of its own.
 
-So an instance that dies takes no other stream with it. If this process dies, its instances are
-replaced too.
+So an instance that dies takes no other stream with it.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class NodeStreams:
             self._send(FromStream(number))
 
     def deliver(self, item: ToStream) -> None:
-        """Queue the controller's message for one stream; drop it if the stream has ended."""
+        """Queue the controller's message for one stream, unless it has ended."""
         queue = self._down.get(item.stream)
         if queue is None:
             return
@@ -110,7 +109,6 @@ class NodeStreams:
                 queue.put_nowait(None)
 
     def _send(self, item: FromStream, is_report: bool = False) -> None:
-        """Queue a message up; a report waits shortly for one of every open stream."""
         self._up.append(item)
         self._num_reports += is_report
         if not is_report or self._num_reports >= len(self._down):

@@ -88,7 +88,6 @@ class TermLoop(ABC):
             self._send(self._left())
 
     def forget_term(self) -> None:
-        """Abandon the term: its controller is lost."""
         self._leave()
 
     def _begin(self, join: Join, number: int) -> None:
@@ -101,7 +100,6 @@ class TermLoop(ABC):
         self._send(self._join(join))
 
     def _await_join(self, limit_s: float | None) -> tuple[Join, int]:
-        """Wait for the next term; drop messages of earlier ones."""
         while True:
             try:
                 envelope: Any = self._link.inbox.get(timeout=limit_s)

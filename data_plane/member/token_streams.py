@@ -51,8 +51,7 @@ class TokenStreams:
     ) -> None:
         """metadata: each call's, with the member's name and secret.
 
-        broke: called from any thread when a stream has ended, to cause a `send`, even without
-        tokens.
+        broke: called from any thread when a stream has ended, to cause a `send`.
         """
         self._instance = instance
         self._limits = limits
@@ -118,8 +117,6 @@ class TokenStreams:
 
 
 class _Stream:
-    """One call of TokenSink.Deliver."""
-
     def __init__(
         self,
         front_end: str,
@@ -149,7 +146,7 @@ class _Stream:
         return True
 
     def take_unsure(self) -> set[int]:
-        """Return the requests whose tokens may be lost; none unless the stream has broken."""
+        """Return the requests whose tokens a broken stream may have lost."""
         if not self._call.done():
             return set()
         unsure = set(self._unsure)
@@ -157,11 +154,10 @@ class _Stream:
         return unsure
 
     def may_be_replaced(self) -> bool:
-        """Return True if the call has ended, and began long enough ago for another try."""
+        """Return True if another call may be tried."""
         return bool(self._call.done()) and time.monotonic() - self._opened_s > self._retry_s
 
     def abandon(self) -> None:
-        """Give up an ended call, and gRPC's thread that still waits for its batches."""
         with contextlib.suppress(Empty):
             while True:
                 self._batches.get_nowait()

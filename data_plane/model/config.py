@@ -18,7 +18,7 @@ _FORMS = "float32, bfloat16, float16, or fp8 (e4m3) with one scale for each bloc
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files of ModelOpt, GPTQ's and AWQ's tools about quantized weights."""
 _MOST_EXPERTS = 1_000_000
-"""Of layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
+"""The limit of layers times experts, listed before anything is read; Kimi-K2 has 23,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class ModelConfig:
     counts by its best two experts, and a bias takes part in the choice.
     """
     num_groups: int
-    """Of experts; the gate chooses groups first."""
+    """Groups of experts; the gate chooses groups first."""
     num_groups_per_token: int
     weights_normalised: bool
     """True if the chosen experts' weights are divided by their sum."""
     routed_scale: float
     shared_size: int
-    """Of the shared experts together."""
+    """Intermediate size of the shared experts together."""
     norm_eps: float
     tied_embeddings: bool
     max_len: int
@@ -62,7 +62,7 @@ class ModelConfig:
     num_mtp_layers: int = 0
     """1 if an MTP layer behind the last one drafts tokens."""
     has_shared_gate: bool = False
-    """Of the shared expert's output."""
+    """True if the shared expert's output has a gate."""
     has_offset_norms: bool = False
     """True if norms multiply by 1 + their weights."""
     delta: DeltaConfig | None = None
@@ -71,7 +71,7 @@ class ModelConfig:
     expert_limits: tuple[float, ...] = ()
     """Limits of activations by layer (layers.gated); infinity is none."""
     shared_limits: tuple[float, ...] = ()
-    """As of shared experts."""
+    """Limits of shared experts' activations by layer."""
 
     @property
     def longest(self) -> int:
@@ -98,7 +98,7 @@ class ModelConfig:
 
     @property
     def num_stored_layers(self) -> int:
-        """Layers to load from a checkpoint, with the MTP layer if it is used."""
+        """With the MTP layer if it is used."""
         return self.num_layers + self.num_mtp_layers
 
     @property
@@ -115,7 +115,7 @@ class ModelConfig:
         )
 
     def limits_of(self, index: int) -> tuple[float, float]:
-        """Return the limits of a layer's experts' activations, and of the shared experts'."""
+        """Return the limits of a layer's experts' and shared experts' activations."""
         both = self.expert_limits, self.shared_limits
         routed, shared = (each[index] if index < len(each) else math.inf for each in both)
         return routed, shared
@@ -251,7 +251,6 @@ def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
 
 
 def _refuse_beside(folder: Path) -> None:
-    """Refuse quantized weights that files beside config.json name."""
     for path in (folder / name for name in _BESIDE if (folder / name).exists()):
         fields = Fields(read_json(path), path.name)
         fields = fields.inner("quantization") or fields

@@ -24,7 +24,7 @@ _ALSO_NAMED = (
 
 
 class Fields:
-    """Fields of config.json, or of an object in it, each read with its type checked."""
+    """Fields of config.json, or of an object in it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Fields:
     def get(self, name: str, default: Any = None) -> Any:
         """Read a field; the default if it is absent or null.
 
-        Fields of _NULL_SAYS_NONE have their family's default only where they are absent.
+        Null counts for _NULL_SAYS_NONE.
         """
         value = self._given(name)
         if value is None and not (name in self._raw and name in _NULL_SAYS_NONE):
@@ -114,7 +114,6 @@ def is_int(value: Any) -> bool:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Return the remedy if the folder is a model's name; empty if it is there."""
     if folder.exists():
         return ""
     said = ". Nothing is downloaded here"
@@ -125,7 +124,7 @@ def _how_to_get(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of one JSON object; raises ValueError saying what is wrong with it."""
+    """Read a file of one JSON object; raises ValueError saying its fault."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

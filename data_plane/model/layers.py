@@ -27,10 +27,7 @@ from data_plane.model.weights import (
 def attention_rows(
     x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Project hidden rows [B, X] for attention.
-
-    Returns (wire_q [B, C], new KV [B, W], queries [B, H, D]).
-    """
+    """Project hidden rows to (wire_q [B, C], new KV [B, W], queries [B, H, D])."""
     normed_BX = rms_norm(x_BX, layer.input_norm, config.norm_eps)
     wire_q_BC, kv_BW = config.attention.inputs(normed_BX, position_B, layer.attention, rope)
     return wire_q_BC, kv_BW, attention_queries(wire_q_BC, position_B, layer, rope, config)
@@ -49,7 +46,7 @@ def finish_attention(partial_BHO: Tensor, layer: LayerWeights, config: ModelConf
 
 
 def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
-    """Scale the heads' values by the gates of the layer's input x_BX, if it has some."""
+    """Scale the heads' values by the gates, if any, of the layer's input x_BX."""
     if layer.attention.gate is None:
         return o_BHV
     return gate_heads(rms_norm(x_BX, layer.input_norm, config.norm_eps), o_BHV, layer, config)
@@ -58,7 +55,7 @@ def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelC
 def gate_heads(
     normed_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig
 ) -> Tensor:
-    """Scale the heads' values by the gates of the layer's normed input, if it has some."""
+    """Scale the heads' values by the gates, if any, of the layer's normed input."""
     if layer.attention.gate is None:
         return o_BHV
     gate_BG: Tensor = layer.attention.gate(normed_BX).sigmoid()
@@ -79,17 +76,17 @@ def after_attention(
 
 
 def append(slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
-    """Write one token of each row to its slot of a layer's frames, slot_B = frame * 64 + offset."""
+    """Write one token of each row to its slot (frame * 64 + offset) of a layer's frames."""
     slots_SW.index_copy_(0, slot_B, kv_BW)
 
 
 def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
-    """Run a gated MLP on rows: down(silu(gate) * up), each factor within its limit, [B, X]."""
+    """Run a gated MLP on rows: down(silu(gate) * up), within its limit, [B, X]."""
     return mlp.down(gated(mlp.gate_up(x_BX), mlp.limit))
 
 
 def gated(gate_up_BI: Tensor, limit: float) -> Tensor:
-    """Compute silu(gate) * up of rows [B, 2I]: silu(gate) at most limit, up from -limit to it."""
+    """Return silu(gate) * up of rows [B, 2I]: silu(gate) at most limit, up from -limit to it."""
     gate_BI, up_BI = gate_up_BI.chunk(2, dim=-1)
     if limit == math.inf:
         return F.silu(gate_BI) * up_BI
@@ -99,7 +96,7 @@ def gated(gate_up_BI: Tensor, limit: float) -> Tensor:
 def shared_experts(
     x_BX: Tensor, moe: MoeWeights, mlp: Callable[[Tensor, MlpWeights], Tensor] = gated_mlp
 ) -> Tensor | None:
-    """Run the shared experts on rows, [B, X]; None if the model has none. mlp: runs an MLP."""
+    """Run the shared experts on rows, [B, X]; None without any. mlp: runs an MLP."""
     if moe.shared is None:
         return None
     out_BX = mlp(x_BX, moe.shared)
@@ -109,10 +106,7 @@ def shared_experts(
 
 
 def mtp_rows(next_BX: Tensor, hidden_BX: Tensor, mtp: MtpWeights, config: ModelConfig) -> Tensor:
-    """Make the MTP layer's input [B, X] of the next tokens' embeddings and hidden rows.
-
-    hidden_BX: rows after the model's last norm, or the MTP layer's own.
-    """
+    """Make the MTP layer's input [B, X] of the next tokens' embeddings and hidden rows."""
     normed = (
         rms_norm(next_BX, mtp.embedding_norm, config.norm_eps),
         rms_norm(hidden_BX, mtp.hidden_norm, config.norm_eps),

@@ -1,7 +1,7 @@
 """Linear layers and the layout of their weights: packed for this CPU's GEMM, or plain.
 
-A decode step takes as long as reading the weights. At 4 to 16 rows packed ones are read 1.4 to 2.2
-times as fast as plain ones (docs/log.md).
+A decode step takes as long as reading the weights, which packed ones allow 1.4 to 2.2 times as fast
+at 4 to 16 rows (docs/log.md).
 """
 
 from __future__ import annotations
@@ -32,14 +32,11 @@ class Packing(Protocol):
 
     @property
     def keeps_fp8(self) -> bool:
-        """True if layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
+        """True if FP8 layers become Fp8Linear, without `linear`."""
 
     @property
     def keeps_bf16(self) -> bool:
-        """True if matrices but gates' stay bf16 where rows are fp32.
-
-        The checkpoint has them in bf16 (weights.stores_bf16), so nothing is rounded.
-        """
+        """True if matrices but gates', stored in bf16, stay so where rows are fp32."""
 
     @property
     def keeps_heads(self) -> bool:
@@ -61,7 +58,7 @@ class Linear:
     __slots__ = ("_is_packed", "_weight", "shape")
 
     def __init__(self, weight: Tensor) -> None:
-        """Pack a weight [out, in], fp32 or bf16; keep it plain where this CPU has no layout."""
+        """Pack a weight [out, in], fp32 or bf16, if this CPU has a layout."""
         self.shape = tuple(weight.shape)
         self._is_packed = _can_pack(weight.dtype)
         self._weight = weight.contiguous()

@@ -1,6 +1,6 @@
 """Seeded checkpoints for development and tests: Hugging Face folders of every architecture.
 
-`transformers` makes them; random weights are large enough that greedy tokens vary.
+Random weights are large enough that greedy tokens vary.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def make_checkpoint(
     """Write a checkpoint folder, tokenizer included; returns the number of parameters.
 
     preset: a key of PRESETS. dtype: float8_e4m3fn makes the matrices of attention and MLPs FP8 in
-    blocks, as DeepSeek publishes them, and all else bf16. overrides: fields of config.json.
-    published_spelling: write rope_theta and rope_scaling. max_shard_size: as of `transformers`.
-    Raises ValueError for an unknown preset, or a vocabulary too small for the tokenizer.
+    blocks, and all else bf16. overrides: fields of config.json. published_spelling: write
+    rope_theta and rope_scaling. Raises ValueError for an unknown preset, or a vocabulary too small
+    for the tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
@@ -104,7 +104,6 @@ def make_checkpoint(
 
 
 def _quantise(path: Path) -> None:
-    """Rewrite the shards with FP8 weights, each beside its blocks' scales."""
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         for name in [name for name in tensors if _is_quantised(name)]:
@@ -182,7 +181,7 @@ def _publish_linear_layers(config: dict[str, Any]) -> None:
 def write_tokenizer(path: Path, vocab_size: int, texts: Sequence[str]) -> None:
     """Write a byte-level BPE tokenizer, learnt from texts: every text round-trips.
 
-    Every id below vocab_size decodes. bos is 0, eos is 1.
+    bos is 0, eos is 1.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -43,7 +43,7 @@ class YarnConfig:
     attention_factor: float
     """Factor of cos and sin."""
     softmax_mscale: float
-    """Its square multiplies the softmax scale."""
+    """The square of this factor multiplies the softmax scale."""
     truncated: bool
     """True if the ramp's ends are rounded outwards."""
 

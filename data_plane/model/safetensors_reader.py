@@ -1,7 +1,6 @@
 """Tensors of a checkpoint folder, one at a time, from one safetensors file or indexed ones.
 
-It reads only headers and the asked tensors, so an instance pays for its own experts. (A mapped file
-would read neighbours ahead.)
+It reads only headers and the asked tensors. (A mapped file would read neighbours ahead.)
 """
 
 from __future__ import annotations
@@ -122,7 +121,6 @@ class SafetensorsReader:
         return self._entry(name).shape
 
     def _missing(self, name: str) -> str | None:
-        """Return the tensor's name, or its scales', if it is missing; else None."""
         assert self._file_of is not None
         stored = self._stored(name)
         file = self._file_of.get(stored)
@@ -159,11 +157,11 @@ class SafetensorsReader:
             target.copy_(values)
 
     def is_fp8(self, name: str) -> bool:
-        """Return True if the tensor is FP8 with scales; raises ValueError if it is missing."""
+        """Return True for FP8 with scales; raises ValueError if it is missing."""
         return self._fp8_block is not None and self._entry(name).dtype == _FP8
 
     def is_bf16(self, name: str) -> bool:
-        """Return True if the tensor is bf16; raises ValueError if it is missing."""
+        """Return True for bf16; raises ValueError if it is missing."""
         return self._entry(name).dtype == "BF16"
 
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
@@ -354,7 +352,6 @@ def _read_bytes(path: Path, begin: int, target: Tensor) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Read the index, tensor -> file name; None if one file holds everything."""
     index = folder / _INDEX
     if not index.exists():
         if not (folder / _SINGLE).exists():

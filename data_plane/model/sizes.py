@@ -14,7 +14,7 @@ from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.plan import PAGE_SIZE
 
 NUM_SCALES = 4
-"""Of one token's latent KV in FP8."""
+"""Scales of one token's latent KV in FP8."""
 CARRY_DEPTH = 1
 """Newest tokens of a row that are not folded into its recurrent state."""
 _CARRY_ALIGNMENT = 64
@@ -74,14 +74,14 @@ def carry_layout(
 
 
 def carry_bytes(model: ModelConfig, item_bytes: int, depth: int = CARRY_DEPTH) -> int:
-    """Return the bytes of a row's recurrent state in all layers; 0 without linear attention."""
+    """Return the bytes of a row's recurrent state, or 0."""
     if model.delta is None:
         return 0
     return carry_layout(model.delta, item_bytes, depth)[1] * len(model.linear_layers)
 
 
 def carry_pages(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
-    """Return the pages of a row's recurrent state; 0 without linear attention."""
+    """Return the pages of a row's recurrent state, or 0."""
     return -(-carry_bytes(model, item_bytes(data_plane)) // page_bytes(model, data_plane))
 
 
@@ -92,7 +92,7 @@ def mlp_names(prefix: str, names: TensorNames = PLAIN_NAMES) -> tuple[str, str, 
 
 
 def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that an instance with these experts reads: name -> shape."""
+    """Return an instance's tensors with these experts: name -> shape."""
     shapes = embedding_shapes(config) | head_shapes(config)
     for index in range(config.num_stored_layers):
         shapes |= layer_shapes(config, index, experts)
@@ -100,7 +100,7 @@ def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tupl
 
 
 def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the MTP layer's tensors beside its decoder layer: name -> shape."""
+    """Return the MTP layer's additional tensors: name -> shape."""
     layer, hidden = f"model.layers.{config.num_layers}.", config.hidden_size
     return {
         layer + "enorm.weight": (hidden,),
@@ -126,7 +126,7 @@ def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(
     config: ModelConfig, index: int, experts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of one layer with these experts: name -> shape."""
+    """Return one layer's tensors with these experts: name -> shape."""
     hidden, names, layer = config.hidden_size, config.names, f"model.layers.{index}."
     shapes: dict[str, tuple[int, ...]] = {
         layer + "input_layernorm.weight": (hidden,),
@@ -192,6 +192,5 @@ def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
 
 
 def _ends_its_layer(config: ModelConfig, name: str) -> bool:
-    """Return True if a weight is the last of a layer, and begins at a block of 128."""
     begin = getattr(config.attention, "q_lora_rank", None) or 0
     return name.endswith("kv_a_proj_with_mqa.weight") and begin % 128 == 0

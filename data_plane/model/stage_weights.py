@@ -68,7 +68,7 @@ class StageWeights:
         self._thread = ThreadPoolExecutor(1, "layer weights")
 
     def keep(self, layers: Collection[int]) -> list[LayerWeights]:
-        """Hold these layers: begin to read missing ones, and return those given up."""
+        """Hold these layers: begin to read missing ones, return those given up."""
         gone = [self._layers.pop(layer) for layer in list(self._layers) if layer not in layers]
         for layer in layers:
             if layer not in self._layers:
@@ -83,7 +83,7 @@ class StageWeights:
         return self._layers[layer].done()
 
     def layer(self, layer: int) -> LayerWeights:
-        """Return a layer that is here. Raises the error of its reading: OSError or ValueError."""
+        """Return a layer; raises the error of its reading, OSError or ValueError."""
         return self._layers[layer].result()
 
     def close(self) -> None:
@@ -94,7 +94,6 @@ class StageWeights:
         return self._loader(self._shapes([layer]), say_nothing).layer(layer)
 
     def _experts_of(self, layer: int) -> range:
-        """Return all experts of a decoder layer, none of an MTP layer: prompts need its KV only."""
         return self._experts if layer < self._config.num_layers else range(0)
 
     def _shapes(self, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:

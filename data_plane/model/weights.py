@@ -102,7 +102,7 @@ class ModelWeights:
     """From X to the vocabulary."""
     rope: RopeTable
     mtp: MtpWeights | None = None
-    """Of the last layer, if it is an MTP layer."""
+    """The additions of an MTP layer, if the last one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ def slots_of(experts: Sequence[int], num_experts: int) -> Tensor:
 def open_tensors(
     path: str | Path, config: ModelConfig, experts: Sequence[int]
 ) -> tuple[SafetensorsReader, dict[str, tuple[int, ...]]]:
-    """Open folder `path`, whose tensors have the names and shapes of config.json.
+    """Open folder `path`, after a check of names and shapes by config.json.
 
-    Raises ValueError naming a field and sizes, before anything is allocated.
+    Raises ValueError naming a field and sizes.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
     for what, number in (("layers", config.num_stored_layers), ("experts", config.num_experts)):
@@ -160,19 +160,13 @@ def open_tensors(
 
 
 def stores_bf16(path: str | Path, config: ModelConfig) -> bool:
-    """Return True if the checkpoint has every matrix but gates' in bf16.
-
-    Raises ValueError naming missing tensors.
-    """
+    """Return True if every matrix but gates' is in bf16; ValueError naming missing tensors."""
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     return all(reader.is_bf16(name) for name, shape in shapes.items() if is_packed(name, shape))
 
 
 def stores_fp8_experts(path: str | Path, config: ModelConfig) -> bool:
-    """Return True if the checkpoint has every matrix of its experts in FP8.
-
-    Raises ValueError naming missing tensors.
-    """
+    """Return True if every matrix of experts is in FP8; ValueError naming missing tensors."""
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     others = stored_shapes(config, range(0))
     return all(reader.is_fp8(name) for name in shapes if name not in others)
@@ -196,8 +190,8 @@ def load_weights(
 ) -> ModelWeights:
     """Read a checkpoint's weights and prepare them.
 
-    dtype: of all weights but gates (fp32), and FP8 or bf16 matrices that `packing` keeps. It holds
-    at most the result and one tensor as stored (or a layer's fused projection). Raises ValueError
+    dtype: of all weights but gates (fp32), and FP8 or bf16 matrices that `packing` keeps. At most
+    one tensor as stored, or a layer's fused projection, stands beside the result. Raises ValueError
     naming missing tensors, before any is read, or the file and tensor that is truncated or has
     another shape.
     """
@@ -247,7 +241,7 @@ def load_experts(
 
 
 class WeightLoader:
-    """Reads one checkpoint; no method keeps a tensor as stored while it reads another."""
+    """Reads one checkpoint, one stored tensor at a time."""
 
     def __init__(
         self,

@@ -39,10 +39,10 @@ class Dispatched:
 
 
 class ExpertKernels(Protocol):
-    """Functions of torch, or compiled kernels, that choose experts, move rows and run experts."""
+    """Choose experts, move rows and run experts: by torch, or compiled."""
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Choose each row's experts [B, K] and their weights [B, K], as moe.gate.gate does."""
+        """Choose each row's experts [B, K] and weights [B, K] (moe.gate.gate)."""
 
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
         """Run the MLP of the shared expert, as model.layers.gated_mlp does."""
@@ -56,7 +56,7 @@ class ExpertKernels(Protocol):
         seat_E: Tensor,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
-        """Choose and send the rows of each instance, as rows.pack_rows does."""
+        """Choose and send each instance's rows (rows.pack_rows)."""
 
     def combine_sums(
         self,
@@ -79,14 +79,14 @@ class ExpertKernels(Protocol):
         answers: Sequence[Region],
         moe: MoeWeights,
     ) -> tuple[Tensor, list[int]]:
-        """Run the experts here on own and arrived rows, as experts.visit_experts does."""
+        """Run the experts on own and arrived rows (experts.visit_experts)."""
 
     def experts_changed(self) -> None:
         """Forget the addresses of experts: the slots hold others now."""
 
 
 class ExpertExchange:
-    """The MoE layers of one instance, a call for each part: a mixture.MixtureOfExperts."""
+    """The MoE layers of one instance, a call for each part; a MixtureOfExperts."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class ExpertExchange:
         self.peers = list(peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert; the experts here have been loaded or given away."""
+        """Set the instance of each expert."""
         self._seat_E = torch.tensor(table.seats, dtype=torch.int64)
         self._kernels.experts_changed()
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the MoE layer of normed_BX; a generator of the puts that it awaits."""
+        """Return x_BX plus the MoE layer of normed_BX; yields the awaited puts."""
         moe, kernels = self._layers[layer].moe, self._kernels
         assert moe is not None, f"layer {layer} has no experts"
         self._exchange.moe_epoch += 1
@@ -163,7 +163,7 @@ class ExpertExchange:
         ]
 
     def answers(self, dispatched: Dispatched) -> list[Awaited]:
-        """Return what `combine` awaits: the sums of every peer that got rows."""
+        """Return what `combine` awaits: the peers' sums."""
         return [
             self._exchange.awaited(Channel.COMBINE, peer, dispatched.epoch)
             for peer in self.peers
@@ -192,10 +192,9 @@ class ExpertExchange:
     def combine(
         self, dispatched: Dispatched, own_sum: Tensor, x_BX: Tensor, shared_BX: Tensor | None
     ) -> Tensor:
-        """Return x_BX plus its rows' experts, the shared expert included.
+        """Return x_BX plus its rows' experts: own_sum of run_experts, and shared_BX, if any.
 
-        own_sum: of run_experts. shared_BX: the shared expert's output, if any. Raises as
-        run_experts does.
+        Raises as run_experts does.
         """
         sums = [
             self._exchange.wait(Channel.COMBINE, peer, dispatched.epoch)

@@ -54,7 +54,7 @@ def combine_sums(
     """Return x_BX plus its rows' experts: shared_BX, and each instance's sums.
 
     rows_NB, counts: of pack_rows. regions: COMBINE regions, None for this instance, whose sums are
-    `own_sum`, and for one without rows. Sums are added by instance, whoever was fast.
+    `own_sum`, and for one without rows. The order of sums is fixed.
     """
     y_BX = torch.zeros_like(x_BX)
     for rows, count, region in zip(rows_NB, counts, regions, strict=True):

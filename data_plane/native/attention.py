@@ -14,7 +14,7 @@ from torch import Tensor
 class NativeAttention:
     """Attention that follows the page table instead of gathering; an attention.paged.Attention.
 
-    The widths of queries and of values must be multiples of 32.
+    Widths of queries and values are multiples of 32.
     """
 
     def __init__(self, call: Any, out_width: int, num_groups: int = 1, value_at: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The C interface of the compiled kernels: every function's arguments, and a layer's fields.
 
-kernels.cpp explains each argument. They go by place: ctypes knows no names, and microseconds
-between calls count (docs/decisions/0014, benchmarks/cpu/decode_cpu.py).
+Arguments, which kernels.cpp explains, go by place for speed (docs/decisions/0014,
+benchmarks/cpu/decode_cpu.py).
 """
 
 from __future__ import annotations

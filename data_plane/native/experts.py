@@ -50,7 +50,7 @@ class NativeExpertKernels:
         self._known_regions: dict[int, tuple[Region, list[int | None]]] = {}
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Return the experts [B, K] of each row and their weights [B, K], as moe.gate.gate does."""
+        """Return the experts [B, K] of each row and their weights [B, K]."""
         x_BX = x_BX.contiguous()
         rows, size = x_BX.shape
         expert_BK = torch.empty(rows, config.num_experts_per_token, dtype=torch.int64)
@@ -141,7 +141,7 @@ class NativeExpertKernels:
         seat_E: Tensor,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
-        """Write rows into the regions of their experts' instances, as moe.rows.pack_rows does."""
+        """Write rows into the regions of their experts' instances."""
         x_BX, expert_BK, weight_BK = (
             x_BX.contiguous(),
             expert_BK.contiguous(),
@@ -174,7 +174,7 @@ class NativeExpertKernels:
         counts: Sequence[int],
         regions: Sequence[Region | None],
     ) -> Tensor:
-        """Add the experts' sums to each row, as rows.combine_sums does; bf16 is rounded once."""
+        """Add the experts' sums to each row; bf16 is rounded once."""
         (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
         x_BX = x_BX.contiguous()
         out_BX = torch.empty_like(x_BX)

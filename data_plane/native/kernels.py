@@ -65,7 +65,6 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         rope: RopeTable,
         config: ModelConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden rows; the rope table must reach every position."""
         kind, x_BX, rows = config.attention, x_BX.contiguous(), x_BX.shape[0]
         if isinstance(kind, GqaConfig):
             call, fields = self._calls.heads_rows, self._heads_of(layer, rope, config)

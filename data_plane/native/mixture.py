@@ -1,7 +1,7 @@
 """MoE layers in one native call each, on all processors of an instance.
 
-The call returns when it lacks something, and the exchange waits, so every wait has its limit
-(mixture.h). The slow reference is moe/all_to_all_cpu.py. Legend: B rows, X hidden size.
+The call returns when it lacks something, and the exchange waits (mixture.h). The slow reference is
+moe/all_to_all_cpu.py. Legend: B rows, X hidden size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NativeMixtures:
     ) -> None:
         """max_rows: bound of every instance's batch.
 
-        probe: called when a phase begins; gate and shared expert count as experts.
+        probe: gate and shared expert count as experts.
         """
         self._exchange, self._model, self._layers = exchange, model, layers
         self._kernels, self._probe, self._schedule = kernels, probe, schedule
@@ -88,7 +88,7 @@ class NativeMixtures:
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the MoE layer of normed_BX; a generator of the puts that it awaits."""
+        """Return x_BX plus the MoE layer of normed_BX; yields the awaited puts."""
         exchange = self._exchange
         exchange.moe_epoch += 1
         epoch = exchange.moe_epoch

@@ -42,10 +42,7 @@ class PrefillStage(NamedTuple):
     """Bytes of a page before the stage's layers."""
 
     def part(self, ticket: int, page: int) -> tuple[int, np.ndarray]:
-        """Return the stage's part of a computed page: the bytes before it, and its bytes.
-
-        A page of a recurrent state is that of all tokens so far.
-        """
+        """Return the stage's part of a computed page: the bytes before it, and its bytes."""
         if page >= CARRY_PAGE:
             return self.stage.model.carry_part(ticket, page - CARRY_PAGE)
         return self.offset, payload_of(self.stage.model.page(ticket, page), self.fp8_rank)
@@ -79,10 +76,9 @@ def build_prefill_stage(
 
 
 def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> KvProbe:
-    """Compute the probe of engines; a MemberSpec names this factory.
+    """Compute the probe of engines: KV of the first layers, up to attention of the first MoE layer.
 
-    It keeps only KV of the first layers, up to attention of the first MoE layer. Raises ValueError
-    naming the checkpoint's fault.
+    Raises ValueError naming the checkpoint's fault.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     model, dtype = model_of(config, checkpoint), torch_dtype(config.data_plane)
@@ -118,10 +114,7 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
 
 
 def _refuse_too_large(config: Config, model: ModelConfig) -> None:
-    """Raise ValueError if the model exceeds the free memory: the system would kill the process.
-
-    Instances share the rest: each loads its own experts, and all of attention.
-    """
+    """Raise ValueError if the model exceeds the free memory: the system would kill the process."""
     needed = prefill_bytes(model, config.data_plane, config.cluster.bounds.max_rows)
     available = psutil.virtual_memory().available
     if needed > available:

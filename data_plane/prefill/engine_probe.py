@@ -1,7 +1,6 @@
 """Tickets for engines, and their probe by rings of this member.
 
-For engines the member is one more instance after the last, so a probe's pages go the way of all
-pages.
+For engines the member is one more instance after the last.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _RING_PAGES = 2
 
 
 class EngineProbe:
-    """Probes engines, each in a thread of the caller, at most once at a time."""
+    """Probes engines, each in a thread of the caller."""
 
     def __init__(
         self,
@@ -40,9 +39,9 @@ class EngineProbe:
         probe: Probe,
         segments: Segments,
     ) -> None:
-        """Make a ring for each engine. Raises as PageRing.create does.
+        """Make a ring for each engine, in segments of a term that does not change.
 
-        segments: the member's own, of a term that does not change.
+        Raises as PageRing.create does.
         """
         self._prefill, self._data_plane, self._limits = prefill, data_plane, limits
         self._probe = probe
@@ -95,10 +94,7 @@ class EngineProbe:
         )
 
     def run(self, writer: int, url: str, limit_ms: float) -> EngineAnswer:
-        """Send the probe's prompt to the engine, and judge its pages. Blocks.
-
-        limit_ms: longest time until it answers.
-        """
+        """Send the probe's prompt to the engine, and judge its pages. Blocks."""
         ring, number = self._rings[writer], next(self._numbers)
         token_ids = self._probe.token_ids
         num_kv_pages, num_state_pages = -(-len(token_ids) // PAGE_SIZE), self._probe.num_state_pages

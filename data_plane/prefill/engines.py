@@ -1,7 +1,7 @@
 """The engines that compute prompts: their states, and the choice of the next.
 
 An engine is used once it has passed a probe. One that fails rests, longer each time, and must pass
-again. One that is up is probed every hour too: its weights may have been exchanged.
+again. One that is up is probed every hour, as its weights may have been exchanged.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class EnginePool:
         self._none_up_since: float | None = 0.0
 
     def choose(self, num_tokens: int, now: float) -> Engine | None:
-        """Take the engine with the fewest tokens in flight, in turn if several have as few.
+        """Take the engine with the fewest tokens in flight; None: none is up, or none has room.
 
-        Its tokens count until `release`. None: no engine is up, or none has room.
+        Its tokens count until `release`.
         """
         able = [
             engine
@@ -92,7 +92,7 @@ class EnginePool:
         engine.busy_until = now + _BUSY_S
 
     def failed(self, engine: Engine, problem: str, now: float) -> bool:
-        """Let an engine rest that failed at a prompt or a probe. False: it was resting already."""
+        """Let an engine rest after a failure; False if it was resting already."""
         if engine.state == EngineState.RESTING:
             return False
         rest_s = min(_FIRST_REST_S * 2**engine.num_failures_in_a_row, _LONGEST_REST_S)
@@ -124,7 +124,7 @@ class EnginePool:
         self._none_up_since = None
 
     def unpassed(self, engine: Engine, problem: str, now: float, *, is_busy: bool) -> None:
-        """Note a failed probe. is_busy: the engine had no time, so one that is up stays up."""
+        """Note a failed probe. is_busy: the engine had no time, and stays up."""
         engine.is_being_probed = False
         if is_busy and engine.state == EngineState.UP:
             engine.probe_at = now + _POSTPONED_S
@@ -142,7 +142,7 @@ class EnginePool:
         return self._none_up_since
 
     def next_change(self, now: float) -> float:
-        """Return the time of the next probe, or of the end of an engine's pause."""
+        """Return the time of the next probe or end of a pause."""
         times = [e.probe_at for e in self.engines if not e.is_being_probed]
         times += [e.busy_until for e in self.engines if e.busy_until > now]
         return min(times, default=float("inf"))

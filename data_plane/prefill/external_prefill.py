@@ -1,8 +1,7 @@
 """The prefill without a model: engines compute the prompts, and write the pages themselves.
 
-An engine's answer means a computed prompt, not arrived pages, so an attempt ends when the
-controller reports the arrival, or at its deadline. The next has the same ticket: its pages hold the
-same tokens' KV, and a receiver takes each once.
+An attempt ends when the controller reports the pages' arrival, or at its deadline. The next has the
+same ticket: its pages hold the same tokens' KV, and a receiver takes each once.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class ExternalLoop:
         self._report_at = 0.0
 
     def run(self) -> None:
-        """Serve until the controller asks for a shutdown, which raises ShutdownRequested.
+        """Serve until the controller asks for a shutdown (ShutdownRequested).
 
         Any other exception is a failure of the prefill, or ControllerLost.
         """
@@ -197,7 +196,7 @@ class ExternalLoop:
                 raise AssertionError(f"the controller sent {other} to a running prefill")
 
     def forget_term(self) -> None:
-        """Forget every ticket: those of an earlier term are void, and their rings are gone."""
+        """Forget every ticket; an earlier term's rings are gone."""
         self._waiting.clear()
         for attempt in list(self._attempts.values()):
             self._end(attempt)
@@ -375,7 +374,6 @@ class ExternalLoop:
                 self._send_ready()
 
     def _distrust(self, engine: Engine, problem: str) -> None:
-        """Give up the engine's prompts: some of their pages may be wrong."""
         for attempt in [a for a in self._attempts.values() if a.engine is engine]:
             self._end(attempt).num_failed += 1
             ticket = attempt.prompt.transfer.ticket

@@ -71,7 +71,7 @@ class PagesOfStage(Protocol):
 
 
 class PrefillStageLoop:
-    """Drives one stage, in one thread. It takes messages between passes and in waits."""
+    """Drives one stage, in one thread."""
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class PrefillStageLoop:
             self._writers.popitem()[1].close()
 
     def _read(self) -> None:
-        """Take messages; end the term at once for a waiting thread."""
         with contextlib.suppress(EOFError, OSError):
             while (message := self._pipe.recv()) is not None:
                 if isinstance(message, JoinTerm):
@@ -260,7 +259,7 @@ class PrefillStageLoop:
 
 
 def serve_stage(end: StageEnd, spec: StageSpec) -> bool:
-    """Make the stage of the member's factory, and run it until the prefill ends it.
+    """Make the member's stage, and run it until the prefill ends it.
 
     Returns False after a failure, which it reports.
     """

@@ -1,7 +1,7 @@
 """The probe: a fixed prompt whose first layers of KV are known, so that other KV never serves.
 
-It compares numbers, a fingerprint shapes: it sees another layout of the rotated key, another rope,
-other positions, other weights before the first experts, but not wrong experts.
+It sees another layout of the rotated key, another rope, other positions, other weights before the
+first experts, but not wrong experts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Probe(Protocol):
     num_layers: int
     page_bytes: int
     num_state_pages: int
-    """Of the recurrent state, behind those of KV."""
+    """Pages of the recurrent state, behind those of KV."""
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
         """Return the fault of the pages, by number uint8 [page_bytes]; None if they are right."""

@@ -1,7 +1,7 @@
 """The prefill with stages: one planner of passes over prompts, and stages of some layers each.
 
 Several stages are processes, one alone is a thread. A lost stage ends the prefill, and a new one
-takes its place: the other stages' part of a prompt is useless.
+takes its place.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StagePipes(Protocol):
 
 
 class StagedPrefillLoop(TicketLoop):
-    """Plans passes over the prompts, and sends them to the stages. One thread, the caller's."""
+    """Plans passes over the prompts for the stages, in the caller's thread."""
 
     stages: StagePipes
 
@@ -129,10 +129,9 @@ class StagedPrefillLoop(TicketLoop):
         """Each stage's oldest pass to run."""
         self._num_planned = 0
         self._deadline_s = 0.0
-        """Of a stage's next pass."""
+        """Latest time of a stage's next pass."""
 
     def report(self, stage: int, message: Any) -> None:
-        """Take a stage's report, from any thread."""
         self._reports.put((stage, message))
         wake(self._link)
 
@@ -146,7 +145,6 @@ class StagedPrefillLoop(TicketLoop):
                 self._take(message)
 
     def forget_term(self) -> None:
-        """Forget the tickets; passes in flight go on without sending pages."""
         for ticket in list(self._open):
             self._cancel(ticket)
 
@@ -302,7 +300,7 @@ class StageProcesses:
     """The processes of the stages: a pipe to each, and two threads to serve it."""
 
     def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
-        """Start them. report: called with a stage and its report, from any thread."""
+        """report: called with a stage and its report, from any thread."""
         self._report = report
         self._outboxes: list[Queue[Any]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -328,7 +326,7 @@ class StageProcesses:
             outbox.put(message)
 
     def close(self) -> None:
-        """End the processes in bounded time, and kill those that do not. Idempotent."""
+        """End the processes in bounded time, or kill them. Idempotent."""
         self.send(None)
         deadline = time.monotonic() + _LEAVE_S
         for process in self._processes:

@@ -23,7 +23,7 @@ class TicketLoop(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Prefill until the controller asks for a shutdown, which raises ShutdownRequested.
+        """Prefill until the controller asks for a shutdown (ShutdownRequested).
 
         Any other exception is a failure of the prefill, or ControllerLost.
         """

@@ -60,7 +60,7 @@ class LaneTimes(NamedTuple):
     one_waited_us: float = 0.0
     """Time without an arrived put."""
     two_waited_us: float = 0.0
-    """The same in two lanes."""
+    """Time without an arrived put in two lanes."""
 
 
 class MeasuringCluster:
@@ -110,10 +110,9 @@ class MeasuringCluster:
 def measuring(
     config: Config, checkpoint: Path, environment: Mapping[str, str]
 ) -> Iterator[MeasuringCluster]:
-    """Yield the instances, from ready to stopped.
+    """Yield the instances, from ready to stopped; environment: set before they import torch.
 
-    environment: variables before they import torch. Raises RuntimeError with an instance's sentence
-    if it cannot start.
+    Raises RuntimeError with an instance's sentence if it cannot start.
     """
     cluster_id = secrets.token_hex(4)
     context = multiprocessing.get_context("spawn")
@@ -184,7 +183,7 @@ def _run_instance(
 
 
 class _Instance:
-    """One instance of startup/cpu.py, with a clock in its step."""
+    """An instance of startup/cpu.py with a clock."""
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
@@ -245,10 +244,7 @@ class _Instance:
         self._window = 0
 
     def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
-        """Return the median of every phase over the steps.
-
-        A phase that is disturbed in one step is right in another.
-        """
+        """Return the median of every phase over the steps."""
         self._fill(num_frames(batch, self._instance))
         rows = self._load(self._lanes[0].engine, batch)
         steps = []
@@ -260,7 +256,7 @@ class _Instance:
 
     @torch.inference_mode()
     def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float) -> LaneTimes:
-        """Return the fastest of the steps in one lane and in two, run alternately."""
+        """Return the fastest steps in one lane and in two, run alternately."""
         assert isinstance(self._exchange, LateExchange), "the configuration has one lane"
         self._exchange.ns_per_byte = ns_per_byte
         self._fill(num_frames(batch, self._instance))
@@ -292,7 +288,6 @@ class _Instance:
 
     @torch.inference_mode()
     def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
-        """Return the fastest of the steps without drafts and with them, run alternately."""
         width = 1 + num_drafts
         wide = [request for request in batch for _ in range(width)]
         self._fill(num_frames(wide, self._instance))
@@ -338,7 +333,6 @@ class _Instance:
         return len(rows)
 
     def ingest_gb_per_s(self) -> float:
-        """Return the rate of page copies into the frames, in 10^9 bytes a second."""
         page = np.zeros(self._frames.page_bytes, np.uint8)
         frames = range(min(_INGEST_PAGES, self._frames.scratch_slot // PAGE_SIZE))
         begin_ns = time.perf_counter_ns()

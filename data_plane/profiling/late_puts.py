@@ -22,9 +22,8 @@ def let_others_in() -> None:
     """Let threads that wake up on this thread's processor run at once from now on.
 
     Linux lets them wait for the rest of a slice, a millisecond or more; a network card would not.
-    So this thread gets longer slices (Linux 6.12 or later), which shorter ones interrupt; threads
-    started before keep theirs. In a process with a real-time priority (`chrt -f 10`, for a busy
-    machine) it takes the one below.
+    So this thread gets longer slices (Linux 6.12 or later), unlike threads started before. In a
+    process with a real-time priority (`chrt -f 10`, for a busy machine) it takes the one below.
     """
     policy = os.sched_getscheduler(0)
     if policy in (os.SCHED_FIFO, os.SCHED_RR):
@@ -39,8 +38,8 @@ def let_others_in() -> None:
 class LateExchange(ShmExchange):
     """An end of the exchange that publishes each put after the time of a link.
 
-    The sender goes on at once; puts keep their order. The publishing thread interrupts the sender
-    (`let_others_in`). Latency and rate change only while no put is on its way.
+    The sender goes on at once; puts keep their order. Latency and rate change only while no put is
+    on its way.
     """
 
     late_s = 0.0
@@ -86,7 +85,6 @@ class LateExchange(ShmExchange):
         )
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Return only the flag that a peer raises: this end's puts are late."""
         return Flags(None, super().flags(channel, peer, epoch).incoming)
 
     def close(self) -> None:

@@ -205,7 +205,6 @@ class Oracle:
         otherwise: frozenset[GateDecision],
         distance: Distance,
     ) -> tuple[Verdict, list[GateDecision]]:
-        """Return the verdict and the gates' near-ties if the gates decide `otherwise`."""
         self._gates.near_ties, self._gates.decided_otherwise = [], otherwise
         logits = self.logits(prompt_ids, output_ids)
         self._gates.decided_otherwise = frozenset()

@@ -61,7 +61,7 @@ _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
 def build_gpu_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """Build an instance on this machine's GPU, not yet connected (startup.instance.build_instance).
+    """Build an instance on this machine's GPU, as startup.instance.build_instance says.
 
     Raises ValueError also for a configured backend that cannot run here.
     """
@@ -207,7 +207,7 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
 
 
 class _Meeting:
-    """Maps the memory of a term's instances, which each lane has of its own."""
+    """Maps the memory of a term's instances, by lane."""
 
     nixl_ep: NixlEpExchange | None = None
 
@@ -227,7 +227,7 @@ class _Meeting:
         ]
 
     def meet(self, seats: Sequence[int]) -> None:
-        """Begin the present term, together with these instances, as IpcMemory.begin_term does."""
+        """Begin the present term, as IpcMemory.begin_term does."""
         self._attach(seats, self._term.number)
         if self.nixl_ep is not None:
             self.nixl_ep.begin_term(seats)
@@ -237,7 +237,6 @@ class _Meeting:
         self._attach([self._instance], NO_TERM)
 
     def part(self) -> None:
-        """Leave the term."""
         if self.nixl_ep is not None:
             self.nixl_ep.leave()
         for memory in self._memories:
@@ -319,7 +318,6 @@ def _meeting(
     weights: GpuWeights,
     dispatch: str,
 ) -> _Meeting:
-    """Make the meeting of terms; with NIXL-EP also the exchange of rows."""
     cluster, first = config.cluster, lanes[0]
     if dispatch == "deep_ep":
         return _DeepEpMeeting(config, instance, segments, first, model, weights)

@@ -51,8 +51,7 @@ def gpu_parts(
     """Build a step and its parts on the device of `weights`.
 
     timeout_ms: longest wait for a peer. is_fused: a MoE layer is one launch. frames: of another
-    lane, to share; all else is this lane's own. New frames have no recurrent states yet
-    (FramePool.carry).
+    lane, to share. New frames have no recurrent states yet (FramePool.carry).
     """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None

@@ -106,7 +106,7 @@ def memory_need(
 def prefill_bytes(model: ModelConfig, data_plane: DataPlaneConfig, max_rows: int) -> int:
     """Return the bytes of weights and states of an embedded prefill with the whole model.
 
-    An MTP layer has no experts here. Long prompts take some hundred MB more.
+    An MTP layer has no experts here.
     """
     each = item_bytes(data_plane)
     shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
@@ -135,7 +135,7 @@ class StageNeed:
     """Bytes of a stage of a pipeline at its start; the rest may hold frames."""
 
     weights: int
-    """Of its layers with all experts, and the embedding or head."""
+    """All experts of the stage's layers, and the embedding or head."""
     rings: int
     """Rings of hidden rows or tokens, and of KV of layers that move."""
     page: int
@@ -184,8 +184,7 @@ def smallest_cluster(
 ) -> int | None:
     """Return the fewest instances, from those of `config` on, that leave room for some frames.
 
-    usable, reserve: bytes of an instance's memory, and of neither frames nor weights. None: more
-    instances do not help.
+    usable, reserve: bytes of an instance's memory, and of neither frames nor weights. Or None.
     """
     fewest = cluster.num_instances
     for number in range(fewest, max(model.num_experts, fewest) + 1):

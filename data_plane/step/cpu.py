@@ -33,10 +33,7 @@ Parts = Generator[Awaited, None, torch.Tensor]
 
 
 class CpuStep:
-    """Captures and runs steps on the CPU, as GpuStep does on a GPU.
-
-    The exchange counts the channels' epochs.
-    """
+    """Captures and runs steps on the CPU, as GpuStep does on a GPU."""
 
     def __init__(
         self,
@@ -102,7 +99,7 @@ class CpuStep:
             pass
 
     def phases(self, context: StepContext) -> Iterator[Awaited]:
-        """Run the step in parts, in inference mode; each awaited put is yielded before the wait."""
+        """Run the step, in inference mode; yield each awaited put before the wait."""
         x_BX = yield from self._layers(context, self._embed(context), range(self._model.num_layers))
         self._probe("step")
         if num_rows := context.bucket.num_rows:
@@ -112,7 +109,7 @@ class CpuStep:
                 self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
 
     def draft_phases(self, context: StepContext) -> Iterator[Awaited]:
-        """Run the MTP layer over `hidden` and the row state's tokens, in parts as `phases` does."""
+        """Run the MTP layer over `hidden` and the row state's tokens, in parts."""
         mtp, first = self._weights.mtp, self._model.num_layers
         assert mtp is not None
         x_BX = self._embed(context)
@@ -271,7 +268,6 @@ class CpuStep:
         return out if self._is_latent else finish(out, layer, model)
 
     def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> Iterator[Awaited]:
-        """Await the returned partials, and merge them into the linked rows of `out`."""
         linked = routes.linked_rows
         partial = out.new_zeros(
             len(routes.targets) + 1, len(linked), *out.shape[1:], dtype=torch.float32
@@ -291,7 +287,7 @@ class CpuStep:
 
 
 class CapturedStep:
-    """A step over one context, run by a call, or in phases that alternate with another lane's."""
+    """A step over one context, as a call or in phases."""
 
     __slots__ = ("_context", "_step")
 
@@ -342,8 +338,6 @@ class _Link:
 
 
 class _Routes:
-    """A step's routes, read from the tables once for all layers."""
-
     def __init__(self, context: StepContext, instance: int) -> None:
         tables, position = context.tables, context.rows.position
         self.targets: list[_Link] = []
@@ -369,8 +363,6 @@ class _Routes:
 
 
 class _ReceivedRows:
-    """Rows of other instances, sized by the bounds."""
-
     def __init__(self, max_rows: int, q_width: int, kv_width: int, dtype: torch.dtype) -> None:
         self.position = torch.zeros(max_rows, dtype=torch.int64)
         self.live = torch.zeros(max_rows, dtype=torch.bool)

@@ -70,7 +70,7 @@ class Kernels(Packing, ExpertKernels, Protocol):
     def after_attention(
         self, x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
     ) -> tuple[Tensor, Tensor]:
-        """Add attention to hidden rows: (the rows [B, X], the rows normed for the layer's MLP)."""
+        """Add attention to rows [B, X]: (the rows, the rows normed for the MLP)."""
 
     def linear_attention(
         self, carry: CarryPool, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights
@@ -81,7 +81,7 @@ class Kernels(Packing, ExpertKernels, Protocol):
         """Score the vocabulary for hidden rows: [B, vocabulary] fp32."""
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """Return the attention of these kernels, if they have one for the model's widths."""
+        """Return these kernels' attention, if any for the model's widths."""
 
     def forget(self, layer: LayerWeights) -> None:
         """Forget this layer's weights: they are given up."""
@@ -115,7 +115,6 @@ class TorchKernels(TorchPacking):
         """Do nothing: torch keeps no addresses."""
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """Return None: torch's attention is no part of these kernels."""
         return None
 
     def forget(self, layer: LayerWeights) -> None:
@@ -169,10 +168,7 @@ def cpu_mixtures(
     max_rows: int,
     probe: Probe = no_probe,
 ) -> MixtureOfExperts:
-    """Return the MoE layers of an instance: each in one native call, or in a call for each part.
-
-    schedule: the order of work in one call; None for the parts.
-    """
+    """Return the MoE layers of an instance: in native calls by schedule, or None: in parts."""
     if schedule is None:
         return ExpertExchange(exchange, model, weights.layers, kernels, probe)
     assert isinstance(kernels, NativeKernels), "dispatch_backend has refused it"

@@ -36,7 +36,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class GpuStep:
-    """Runs steps on a GPU; all their memory keeps its address, so they can be captured."""
+    """Runs steps on a GPU, in memory of fixed addresses, for captures."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class GpuStep:
 
     @torch.inference_mode()
     def draft_phases(self, context: GpuContext) -> Iterator[None]:
-        """Run the MTP layer over `hidden` and the pool's tokens, in parts as `phases` does."""
+        """Run the MTP layer over `hidden` and the pool's tokens, in parts."""
         mtp, first = self._weights.mtp, self._model.num_layers
         assert mtp is not None
         num_rows = context.bucket.num_rows
@@ -139,7 +139,6 @@ class GpuStep:
             self._ids[:, :num_rows].index_copy_(0, self._turn, drafted[None])
 
     def _set_up_turn(self, context: GpuContext) -> None:
-        """Launch the kernel that sets up a turn of drafting if the host has not."""
         width, hidden_size = context.bucket.width, self._model.hidden_size
         next_turn_kernel[(context.bucket.num_rows // width,)](
             context.by_host,
@@ -216,11 +215,11 @@ class GpuStep:
         return x_BX, normed_BX
 
     def logits_of(self, rows: list[int]) -> Tensor:
-        """Return the last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
+        """Return the last step's logits: [rows, vocabulary] fp32, on the GPU."""
         return self.logits[self._index(rows)].float()
 
     def draft_logits_of(self, rows: list[int]) -> Tensor:
-        """Return logits of the MTP layer's rows: [rows, vocabulary] fp32, on the GPU."""
+        """Return the MTP layer's logits: [rows, vocabulary] fp32, on the GPU."""
         return self.logits_of(rows)
 
     def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
@@ -239,22 +238,22 @@ class GpuStep:
         return torch.tensor(rows, dtype=torch.int64, device=self.logits.device)
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Begin another term; captured steps read its instances in the exchange's table."""
+        """Begin another term."""
         if self.mixture is not None:
             self.mixture.meet(peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert, where captured steps read it."""
+        """Set the place of each expert."""
         if self.mixture is not None:
             self.mixture.place_experts(table)
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait of a step polls for now (GpuExchange.awaited)."""
+        """The instance that a wait polls for now (GpuExchange.awaited)."""
         return self._exchange.awaited
 
     def check(self) -> None:
-        """Wait for the GPU, and raise the error of a failed wait, as GpuExchange.check does."""
+        """Wait for the GPU, and raise as GpuExchange.check does."""
         self._exchange.check()
         self.check_mixture()
 
@@ -318,7 +317,6 @@ class GpuStep:
         lse_BH: Tensor,
         slot_NB: Tensor,
     ) -> Tensor:
-        """Phase 4, LSE merge at the MoE binding: heads' values [B, H, V]."""
         if context.has_links:
             merge_returned(out_BHV, lse_BH, self._exchange, slot_NB)
         return out_BHV if self._is_latent else self._rows.finish(layer, out_BHV)

@@ -3,11 +3,8 @@
 Every ordered pair of instances has two regions for each channel (parity = epoch & 1), in the
 *receiver's* memory. The sender writes the region, then its flag. The receiver waits until the flag
 EQUALS the epoch (protocol.md, equal epochs); a newer one means that a region was reused too early.
-A channel's epochs count its uses: attention layers, MoE layers, or windows. (The paper's section
-5.3.)
-
-Two regions suffice by the protocol: replies bound the sender where instances have a link, elsewhere
-every peer's dispatch flags do.
+A channel's epochs count its uses: attention layers, MoE layers, or windows. Two regions suffice as
+replies, or all peers' dispatch flags, bound the sender. (The paper's section 5.3.)
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ class Channel(IntEnum):
     def in_lane(self, lane: int) -> Channel:
         """Return a lane's channel for the same purpose as this channel of lane 0.
 
-        Each lane (micro-batch) has regions and epochs of its own, since instances may interleave
-        lanes differently (protocol.md, equal epochs).
+        Instances may interleave lanes (micro-batches) differently (protocol.md, equal epochs).
         """
         return _CHANNELS[self + lane * _LANE_OFFSET]
 
@@ -93,7 +89,7 @@ class Field:
 
 
 def side_by_side(fields: Iterable[Field]) -> list[int]:
-    """Return where each field of a row begins, in this order; then the bytes of all."""
+    """Return the begin of each field of a row, in order; then the bytes of all."""
     sizes = (-(-field.row_bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT for field in fields)
     return list(accumulate(sizes, initial=0))
 
@@ -113,7 +109,7 @@ def in_two_lanes(layout: RegionLayout) -> RegionLayout:
 
 
 def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
-    """Return the bytes of one row, or slot, in each channel's region, without the count of rows."""
+    """Return the bytes of one row in each channel's region, without the count."""
     return {
         channel: sum(field.row_bytes for field in fields if field.name != "count")
         for channel, fields in layout.items()
@@ -144,7 +140,7 @@ class Term:
         self._write()
 
     def mirror(self, word: np.ndarray) -> None:
-        """Keep word[0], int64, at the last ended term, for waits that can only read memory."""
+        """Keep word[0], int64, at the last ended term."""
         self._mirrors.append(word)
         self._write()
 
@@ -199,15 +195,15 @@ class Exchange(Protocol):
 
     @property
     def num_instances(self) -> int:
-        """Number of instances, this one included. No region leads from an instance to itself."""
+        """Number of instances, this one included."""
 
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds since the start in `wait` for puts that had not arrived yet."""
+        """Nanoseconds of waits for puts since the start."""
 
     @property
     def awaited(self) -> int | None:
-        """The instance that blocks a wait now, or None. Any thread may read it."""
+        """The instance that blocks a wait now, for any thread."""
 
     def connect(self, timeout_ms: int) -> None:
         """Attach to every peer's regions.
@@ -228,7 +224,7 @@ class Exchange(Protocol):
         """
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Return read-only views, by name, of the source's region; its put may not be here."""
+        """Return read-only views, by name, of the source's region, perhaps before its put."""
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
         """Return the flags of the regions to and from the peer, for compiled code."""
@@ -247,4 +243,4 @@ class Exchange(Protocol):
         """Block until one of the puts has arrived. Raises what `wait` raises."""
 
     def close(self) -> None:
-        """Drop every view and mapping, and remove what this instance created. Idempotent."""
+        """Drop every view and mapping, and remove own memory. Idempotent."""

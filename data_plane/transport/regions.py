@@ -56,10 +56,7 @@ def step_layout(
 
 
 def mixture_layout(max_rows: int, per_row: int, hidden_size: int, value: str) -> RegionLayout:
-    """Return the fields of a region of the two channels of a MoE layer.
-
-    per_row: experts of a row. value: the type in which hidden rows travel.
-    """
+    """Return the fields of a region of a MoE layer's two channels. value: of hidden rows."""
     hidden = Field("hidden", value, (max_rows, hidden_size))
     return {
         Channel.DISPATCH: (

@@ -55,10 +55,9 @@ class Segment(Protocol):
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Set the word after all that was written to `memory`.
+        """Set the word after all that was written to `memory`; lost if the owner is dead.
 
-        chunks: (offset, bytes) of `memory` that must arrive. bulk: (offset, bytes) of `bulk` that
-        must. Puts to a dead owner are lost.
+        chunks, bulk: (offset, bytes) of `memory` and `bulk` that must arrive.
         """
 
     def owner_is_alive(self) -> bool:
@@ -75,10 +74,7 @@ class Segment(Protocol):
 
 
 def node_identity() -> str:
-    """Return a string that is equal in two processes exactly if they share /dev/shm.
-
-    It names the machine's boot and the mount, which is each container's own.
-    """
+    """Return a string of boot and mount, equal in two processes exactly if they share /dev/shm."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat(DIRECTORY).st_dev}"
 
@@ -147,9 +143,9 @@ class Segments:
     ) -> OwnedSegment:
         """Make an OwnedSegment of this process in the present term.
 
-        page_bytes: for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange puts
-        into it; by NIXL, `bulk` is then for its messages. Waits a bounded time for room, as peers
-        close the last term's segments. Also raises TermOver.
+        page_bytes: for pages, after the data or, with NIXL, in `bulk`. has_puts: for the exchange's
+        puts; by NIXL, `bulk` is then for its messages. Waits a bounded time for room. Also raises
+        TermOver.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None

@@ -1,7 +1,7 @@
 """Named segments in /dev/shm: owned by a living process, mapped by others, swept after its death.
 
-A mapping goes with its last view. The owner holds an exclusive flock until it ends, so a shared
-flock proves it dead, even if its pid is in use again. Three traps:
+The owner holds an exclusive flock until it ends, so a shared flock proves it dead, even if its pid
+is in use again. Three traps:
 
 - A flock stays while any copy of its open file exists. So the lock has a descriptor of its own,
   which is never mapped, and a forked child closes it.
@@ -111,8 +111,8 @@ class SegmentServer(Protocol):
 class OwnedSegment:
     """A segment of this process: a header, then zeros. Other processes can attach once it is made.
 
-    The contents of the mapping `memory` begin at `data_offset`, a multiple of CACHE_LINE. Raises
-    NoRoom, or ValueError if the name belongs to a living process.
+    Contents begin at `data_offset`, a multiple of CACHE_LINE. Raises NoRoom, or ValueError if the
+    name belongs to a living process.
     """
 
     def __init__(self, name: str, description: str, data_bytes: int) -> None:

@@ -2,8 +2,8 @@
 
 Peers on the node write the receiver's segment in place; for others its thread does (tcp/server.py),
 or the reader of a message by NIXL (nixl/puts.py). Each peer has a block, of two regions for each
-channel: a flag in its own cache line, the count of rows if any, and the rows, each with its fields
-side by side, so a put is one run of bytes. A flag is epoch + 1, so a fresh segment has no epoch 0.
+channel: a flag in its own cache line, the count of rows if any, and the rows, fields side by side.
+A flag is epoch + 1, so a fresh segment has no epoch 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class _Region(NamedTuple):
     row_bytes: int
 
     def run(self, num_rows: int | None = None) -> tuple[int, int]:
-        """Return (offset, bytes) of the count and the first rows; None: of all."""
         rows = self.num_rows if num_rows is None else min(self.num_rows, num_rows)
         return self.flag.offset + CACHE_LINE, self.header_bytes + rows * self.row_bytes
 
@@ -136,12 +135,10 @@ class ShmExchange(Exchange):
 
     @property
     def num_instances(self) -> int:
-        """Number of instances, this one included."""
         return self._num_instances
 
     @property
     def awaited(self) -> int | None:
-        """The instance that blocks a wait now, or None."""
         return self._awaited
 
     @property
@@ -163,11 +160,10 @@ class ShmExchange(Exchange):
         self._peers[target].publish(flag, epoch + 1, [region.run(num_rows)])
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Return read-only views of the source's region, whose put may not be here yet."""
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Return the addresses of both flags; peers on other nodes still need `put`."""
+        """Return both flags' addresses; peers on other nodes still need `put`."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
         return Flags(None if peer in self._remote else outgoing, incoming)
@@ -210,7 +206,6 @@ class ShmExchange(Exchange):
             raise self._not_arrived(next(lost, awaited[0]), waited_ns)
 
     def close(self) -> None:
-        """Drop every view and mapping, and remove this instance's segment. Idempotent."""
         self._incoming.clear()
         self._outgoing.clear()
         self._segment.close()
@@ -218,7 +213,6 @@ class ShmExchange(Exchange):
             peer.close()
 
     def _until_any(self, targets: list[tuple[_Region, int]], go_on: Callable[[], bool]) -> bool:
-        """Block until a region's flag is its value or more; True if one is."""
         limits = self._limits.exchange_timeout_ms, self._limits.tick_ms
         if len(targets) == 1:
             region, value = targets[0]
@@ -288,7 +282,6 @@ def _writer(instance: int) -> str:
 
 
 def _number(source: int, target: int) -> int:
-    """Return the number of the source's block in the target's segment."""
     return source if source < target else source - 1
 
 

@@ -13,7 +13,7 @@ class HiddenRows(NamedTuple):
     next_layer: int
     """The first layer that has not run."""
     rows: Any
-    """Of every token of the pass, by span."""
+    """Hidden states of every token of the pass, by span."""
 
 
 class PassTokens(NamedTuple):

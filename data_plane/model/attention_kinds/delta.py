@@ -101,7 +101,7 @@ class DeltaConfig:
         return self.key_dim if self.has_channel_decay else 1
 
     def stored_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """Return a layer's tensors for `load`, name -> shape, without the output projection."""
+        """Return a layer's tensors for `load`, name -> shape."""
         names, prefix, hidden = self.names, layer + self.names.prefix, self.hidden_size
         heads, keys = self.num_heads, self.num_key_heads * self.key_dim
         values, decays = heads * self.value_dim, heads * self.decay_width
@@ -156,7 +156,7 @@ class DeltaConfig:
         return DeltaWeights(inputs, gate_up, decay_up, conv[:, 0], rate_H1, bias_HD, norm)
 
     def _inputs_by_key_head(self, source: WeightSource, qkvz: str, ba: str) -> LinearLayer:
-        """Make `inputs` of two matrices whose rows go key head by key head."""
+        """Make `inputs` of two matrices with rows by key head."""
         import torch
 
         of_key = self.num_heads // self.num_key_heads

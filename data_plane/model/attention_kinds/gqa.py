@@ -1,6 +1,6 @@
 """Attention over K/V heads, each shared by a group of query heads (Llama, Qwen, GLM, Mixtral).
 
-A token's KV is all heads' keys, normed and rotated, then their values. Partials are values already.
+A token's KV is all heads' keys, normed and rotated, then their values.
 
 Legend: that of kind.py, G K/V heads, E width of a head, W = 2GE.
 """
@@ -53,7 +53,7 @@ class GqaConfig:
     rope_dim: int
     """Width of the rotated first part of a head."""
     has_bias: bool
-    """Of the projections of queries, keys and values."""
+    """True if the projections of queries, keys and values add a bias."""
     has_norms: bool
     norm_eps: float
     has_gate: bool = False
@@ -193,7 +193,7 @@ class GqaConfig:
         return self._turned(q, position_B, weights.q_norm, rope)
 
     def finish(self, partial_BHO: Tensor, weights: GqaWeights) -> Tensor:
-        """Return the partial outputs [B, H, E] in the weights' dtype: they are values already."""
+        """Return the partial outputs [B, H, E] in the weights' dtype."""
         return partial_BHO
 
     def prefill_queries(
@@ -208,7 +208,7 @@ class GqaConfig:
         return sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: GqaWeights) -> tuple[Tensor, Tensor]:
-        """Repeat each K/V head for its group of query heads: keys and values [H, U, E]."""
+        """Repeat each K/V head for its group: keys and values [H, U, E]."""
         key_HUE, value_HUE = (
             heads_of(half, self.head_dim)
             .transpose(0, 1)
@@ -220,7 +220,6 @@ class GqaConfig:
     def _turned(
         self, x: Tensor, position_B: Tensor, norm: Tensor | None, rope: RopeTable
     ) -> Tensor:
-        """Norm and rotate every head: [B, heads * E] becomes [B, heads, E]."""
         import torch
 
         from data_plane.model.norm import rms_norm

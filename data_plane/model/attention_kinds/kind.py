@@ -33,10 +33,7 @@ class WeightSource(Protocol):
 
 
 class AttentionKind(Protocol):
-    """A model's attention: a frozen value with its configuration and arithmetic.
-
-    `weights` is the result of `load` for the layer.
-    """
+    """A model's attention: its configuration and arithmetic, with `weights` of `load`."""
 
     @property
     def num_heads(self) -> int:
@@ -59,13 +56,12 @@ class AttentionKind(Protocol):
         """Factor of attention scores before the softmax."""
 
     def fp8_rank(self) -> int:
-        """Return the leading elements of a token's KV that FP8 scales; ValueError if none may."""
+        """Return the leading elements of a token's KV that FP8 scales, or raise ValueError."""
 
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
         """Return the elements of a row on Q-route, and of a head on Res-route.
 
-        wire_form: latent sends `wire_q` and returns values; absorbed sends queries and returns
-        partials.
+        latent sends `wire_q` and returns values; absorbed sends queries and returns partials.
         """
 
     def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported where it is needed: what reads a configuration doe
     from data_plane.model.rope import RopeTable
 
 LATENT_NORM_EPS = 1e-6
-"""Of q latent and c_kv; the reference model ignores rms_norm_eps there."""
+"""Epsilon for q latent and c_kv; the reference model ignores rms_norm_eps there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class MlaConfig:
         return float((self.nope_dim + self.rope_dim) ** -0.5 * mscale * mscale)
 
     def fp8_rank(self) -> int:
-        """Return the width of c_kv, which FP8 keeps in scaled groups (attention/fp8_latent.py)."""
+        """Return the width of c_kv, which FP8 keeps in scaled groups."""
         return self.kv_lora_rank
 
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
@@ -207,15 +207,15 @@ class MlaConfig:
     def least_plain_chunk(self) -> int:
         """Tokens of a chunk from which plain keys and values cost less.
 
-        They take R * (N + V) products a head and key; then a query takes the wider of N + P and V,
-        not twice R + P.
+        They take R * (N + V) products a head and key, then the wider of N + P and V a query, not
+        twice R + P.
         """
         saved = 2 * (self.kv_width - max(self.nope_dim + self.rope_dim, self.value_dim))
         made = self.kv_lora_rank * (self.nope_dim + self.value_dim)
         return made // saved + 1 if saved > 0 else sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
-        """Compute every head's keys [H, U, N + P] and values [H, U, V] from latent KV."""
+        """Compute keys [H, U, N + P] and values [H, U, V] from latent KV."""
         latent_UR, rope_UP = kv_UW[:, : self.kv_lora_rank], kv_UW[:, self.kv_lora_rank :]
         key = kv_UW.new_empty(self.num_heads, len(kv_UW), self.nope_dim + self.rope_dim)
         key[..., : self.nope_dim] = latent_UR.matmul(weights.k_up.transpose(1, 2))
@@ -225,7 +225,6 @@ class MlaConfig:
     def _plain_queries(
         self, latent_BC: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable
     ) -> tuple[Tensor, Tensor]:
-        """Make queries of q latents: (the part without rope [B, H, N], the rotated [B, H, P])."""
         q = weights.q_proj(latent_BC).view(
             len(latent_BC), self.num_heads, self.nope_dim + self.rope_dim
         )

@@ -149,7 +149,7 @@ def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
 def route_task(task, state, rows, instance, num_rows, S: tl.constexpr):
     """Find the live rows that have an expert at one target, and publish their dispatch.
 
-    Each instance begins with another target and ends with itself, so not all send to one at a time.
+    Targets' order differs by instance, so not all send to one at a time.
     """
     target = (instance + 1 + task) % S.num_instances
     k = tl.arange(0, S.pad_k)

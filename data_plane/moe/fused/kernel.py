@@ -1,9 +1,9 @@
 """The persistent kernel of a fused MoE layer: all of it in one launch.
 
-A program without a task takes the lock and sweeps: it takes in the peers' rows and publishes
-runnable tasks. All rows of a sweep make one wave, so an expert's weights are read once for several
-sources. A launch may end between two tasks, and another go on. The last program to leave clears a
-complete epoch's counters, then counts the epoch.
+A program without a task takes the lock and sweeps: it takes in the peers' rows, as one wave that
+reads an expert's weights once, and publishes runnable tasks. A launch may end between two tasks,
+and another go on. The last program to leave clears a complete epoch's counters, then counts the
+epoch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def run_task(
 
 @triton.jit
 def start(state, num_rows, S: tl.constexpr):
-    """Publish the gate and the shared experts, which need no peer. Called under the lock."""
+    """Publish the gate and the shared experts. Called under the lock."""
     if num_rows == 0:
         publish(state, ROUTE, 0, S.num_instances, S)
     else:
@@ -237,7 +237,7 @@ def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constex
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
     is_late, is_ended: an awaited peer then becomes the error. So do a flag that is ahead, and a
-    count above a region's, noted negative. Called under the lock.
+    count above a region's. Called under the lock.
     """
     progress = 0
     source = tl.arange(0, S.pad_n)
@@ -300,10 +300,7 @@ def flags(address, region, is_awaited, state):
 
 @triton.jit
 def blame(state, code, source, is_wrong, awaited, found, S: tl.constexpr):
-    """Make the first wrong source the error word: [code, source, awaited, found].
-
-    code: as of triton_exchange.wait_kernel.
-    """
+    """Make the first wrong source the error word: [code, source, awaited, found]."""
     first = tl.min(tl.where(is_wrong, source, S.pad_n), 0)
     if tl.load(state.error) == 0:
         tl.store(state.error + 1, first.to(tl.int64))
@@ -339,9 +336,8 @@ def fused_kernel(
 ):  # fmt: skip
     """Run tasks until the epoch is complete, or until this program has been idle too long.
 
-    num_programs: of this launch. max_tasks: of a program. max_idle: limit of its search for a task,
-    in nanoseconds on a GPU and in sweeps under the interpreter. is_last: 1 if an expired wait is an
-    error, 0 if another launch goes on.
+    num_programs: of this launch. max_tasks: of a program. max_idle: of its search for a task, in
+    nanoseconds on a GPU and in sweeps under the interpreter. is_last: an expired wait is an error.
     """
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)

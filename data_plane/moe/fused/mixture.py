@@ -64,7 +64,6 @@ class FusedTiles(NamedTuple):
     gate: GateTiles = GateTiles(32, 32, 16, 8)
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Bound the shared memory of a program: rows, gate and up of each stage."""
         return self.num_stages * self.depth * (self.rows + 2 * self.columns) * itemsize
 
 
@@ -84,7 +83,7 @@ def tiles_for(dtype: torch.dtype, is_fp8: bool) -> FusedTiles:
 def fused_obstacle(properties: Any, dtype: torch.dtype, expert_backend: str, num_nodes: int) -> str:
     """Return the reason why a fused MoE layer cannot run; empty if it can.
 
-    properties: torch's of the GPU. num_nodes: nodes of the cluster.
+    properties: torch's of the GPU.
     """
     if num_nodes > 1:
         return f"its kernel writes to the GPUs of one node, and the cluster has {num_nodes}"
@@ -169,7 +168,7 @@ class FusedMoe:
         }
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert, where captured steps read it."""
+        """Set the instance of each expert."""
         self.seat.copy_(torch.tensor(table.seats, dtype=torch.int64))
 
     def begin_term(self) -> None:
@@ -178,7 +177,7 @@ class FusedMoe:
         self.counter.zero_()
 
     def rows(self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor) -> FusedRows:
-        """Return a layer's rows in the kernel's form, and allocate the results.
+        """Return a layer's rows in the kernel's form, with new results.
 
         The MoE layer of normed_BX is added to x_BX. live_B: bool.
         """
@@ -200,7 +199,7 @@ class FusedMoe:
 
         max_tasks: of each program. max_idle: None for the exchange's limit. is_last: a missing peer
         is an error. num_programs: programs that must leave to end the epoch; grid: those of this
-        call, by default all.
+        call.
         """
         exchange, programs = self._exchange, num_programs or self.num_programs
         if max_idle is None:
@@ -212,7 +211,7 @@ class FusedMoe:
         )  # fmt: skip
 
     def state(self) -> FusedState:
-        """Return this instance's memory in the kernel's form; the exchange is attached."""
+        """Return this instance's memory in the kernel's form."""
         peer, error = self._exchange.table, self._exchange.error
         return FusedState(
             peer=peer, error=error, epoch=self.epoch, counter=self.counter, seat=self.seat,
@@ -222,8 +221,7 @@ class FusedMoe:
     def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[None, None, None]:
         """Launch until the epoch is complete; yield where the other instances must launch too.
 
-        In one thread no instance waits for a later one. GpuExchange.check raises for a peer that is
-        missing in the last turn.
+        GpuExchange.check raises for a peer that is missing in the last turn.
         """
         before, max_idle = int(self.epoch), _TURN_NS if self.shape.is_card else 1
         for turn in range(_TURNS):
@@ -234,7 +232,7 @@ class FusedMoe:
 
 
 def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
-    """Return a layer's weights in the kernel's form; `experts` includes the shared ones."""
+    """Return a layer's weights in the kernel's form."""
     gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
     tensors = [moe.gate, gate_bias, experts.place_E]
     for weight in (experts.gate_up, experts.down):
@@ -244,7 +242,7 @@ def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
 
 
 class FusedMixtures:
-    """The MoE layers of one instance, each one launch: a mixture.NormedMixture."""
+    """The MoE layers of one instance, each one launch; a mixture.NormedMixture."""
 
     def __init__(self, fused: FusedMoe, weights: GpuWeights, norm_eps: float) -> None:
         """weights: placed for a fused MoE layer (gpu_weights.place_weights)."""
@@ -258,7 +256,7 @@ class FusedMixtures:
         self.fused.begin_term()
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert, where captured steps read it."""
+        """Set the instance of each expert."""
         self.fused.place_experts(table)
 
     def phases(

@@ -42,7 +42,7 @@ class FusedShape(NamedTuple):
     gate_n: int
     gate_k: int
     gate_parts: int
-    """Of the gate's depth, a task each."""
+    """Pieces of the gate's depth, a task each."""
     block_x: int
     parts: int
     """Most tasks of one target's rows, or one source's."""
@@ -53,7 +53,7 @@ class FusedShape(NamedTuple):
     pad_g: int
     pad_groups: int
     num_pairs: int
-    """Of arrived rows; shared experts' pairs follow."""
+    """Pairs of arrived rows; shared experts' pairs follow."""
     max_items: int
     """Items of the longest queue, plus one; also the bound of groups and row blocks, which shared
     experts' follow.
@@ -139,7 +139,7 @@ class FusedRows(NamedTuple):
 
 
 class FusedWeights(NamedTuple):
-    """Pointers to the gate and the experts of one layer; a plain weight's scale is not read."""
+    """Pointers to the gate and the experts of one layer."""
 
     gate: Any
     """[G, X] fp32."""
@@ -196,13 +196,13 @@ PARTS_SENT = tl.constexpr(3)
 
 @triton.jit
 def first_region(epoch, S: tl.constexpr):
-    """Return the first region of an epoch's parity; the regions of its sources follow."""
+    """Return the first region of an epoch's parity."""
     return (epoch & 1) * S.num_instances
 
 
 @triton.jit
 def field(base, offset, like_ptr):
-    """Return a pointer to a field of an instance's memory, of the type of like_ptr."""
+    """Return a pointer to a field, of the type of like_ptr."""
     return (base + offset).to(like_ptr.dtype)
 
 
@@ -230,7 +230,7 @@ def of_source(state, number: tl.constexpr, source, S: tl.constexpr):
 
 @triton.jit
 def ready_at(state, place, S: tl.constexpr):
-    """Return a pointer to the item + 1 at a place; a queue's begin at queue * max_items."""
+    """Return a pointer to the item + 1 at a place."""
     return state.counter + S.at_queue + place
 
 
@@ -247,5 +247,5 @@ def publish(state, queue: tl.constexpr, item, size, S: tl.constexpr):
 
 @triton.jit
 def num_parts(count, S: tl.constexpr):
-    """Count the tasks that copy `count` rows; without rows one is left, for the flag."""
+    """Count the tasks that copy `count` rows; at least one, for the flag."""
     return tl.minimum(tl.maximum(count, 1), S.parts)

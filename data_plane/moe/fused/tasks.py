@@ -57,10 +57,7 @@ def copy(from_ptr, to_ptr, width: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def dispatch_task(target, part, state, rows, instance, epoch, S: tl.constexpr):
-    """Send part of the rows for one target, each row once.
-
-    A target outside the term gets neither rows nor a flag.
-    """
+    """Send part of the rows for one target, each row once; nothing outside the term."""
     K: tl.constexpr = S.per_row
     X: tl.constexpr = S.hidden
     count = tl.load(state.count + target)
@@ -222,7 +219,7 @@ def publish_returns(state, source, is_due, own, epoch, S: tl.constexpr):
 
 @triton.jit
 def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.constexpr):
-    """Sum part of a source's rows over their experts here, ascending k, and send the sums back."""
+    """Sum part of a source's rows over their experts here, ascending k, and return the sums."""
     R: tl.constexpr = S.max_rows
     K: tl.constexpr = S.per_row
     X: tl.constexpr = S.hidden

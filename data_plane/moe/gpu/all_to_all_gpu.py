@@ -29,10 +29,9 @@ from nanocp.values.experts import ExpertTable, home_table
 
 
 class GpuAllToAll(Protocol):
-    """The MoE all-to-all of a captured step.
+    """The MoE all-to-all of a captured step: dispatch, run_experts, combine, in this order.
 
-    A layer calls dispatch, run_experts, combine in this order. Instances in one thread take turns,
-    one call each.
+    Instances in one thread take turns, one call each.
     """
 
     def place_experts(self, table: ExpertTable) -> None:
@@ -41,7 +40,7 @@ class GpuAllToAll(Protocol):
     def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
         """Send the live rows to the instances of their experts.
 
-        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
+        expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
         """
 
     def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
@@ -72,7 +71,7 @@ class GpuMixtures:
         """Do nothing: the exchange knows the term's instances."""
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert. Raises ValueError if it cannot send rows there."""
+        """Set the place of each expert, or raise ValueError."""
         self._all_to_all.place_experts(table)
 
     def phases(
@@ -125,7 +124,7 @@ class GpuExpertExchange:
         self._arrived_N = torch.zeros(num_instances, dtype=torch.int32, device=device)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert, where captured steps read it."""
+        """Set the instance of each expert."""
         self._seat_E.copy_(torch.tensor(table.seats, dtype=torch.int64))
 
     def dispatch(
@@ -144,7 +143,7 @@ class GpuExpertExchange:
         return GpuDispatched(x_BX, expert_BK, weight_BK, count_N, slot_NB)
 
     def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
-        """Run the experts on rows where they arrived, and write sums where they are awaited."""
+        """Run the experts on rows in place, and write sums where they are awaited."""
         sent, count_N = dispatched, self._arrived_N
         self._exchange.wait(Channel.DISPATCH, count_N)
         pairs = find_arrived_pairs(
@@ -160,7 +159,7 @@ class GpuExpertExchange:
         norm_X: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Add the returned sums, read where they arrived, as GpuAllToAll.combine says."""
+        """Add the returned sums, as GpuAllToAll.combine says."""
         self._exchange.wait(Channel.COMBINE, dispatched.count_N)
         return sum_returned(x_BX, self._exchange, dispatched.slot_NB, shared_BX, norm_X, eps)
 

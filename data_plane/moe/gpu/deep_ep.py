@@ -1,8 +1,8 @@
 """Dispatch and combine by DeepEP's low-latency kernels (V1), an all_to_all_gpu.GpuAllToAll.
 
-Public signatures: tests/harness/gpu_stand_ins/published_packages.py. The host turns the parity of
-DeepEP's buffers at every call, so a graph captures whole pairs of dispatch and combine. A call
-sends, its hook receives. NIXL-EP (nixl_ep.py) has the same calls.
+Public signatures: tests/harness/gpu_stand_ins/published_packages.py. The host turns the buffers'
+parity at every call, so a graph captures whole pairs of dispatch and combine. A call sends, its
+hook receives.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class DeepEpExchange(LowLatencyExchange):
         max_rows: int,
         package: Any = None,
     ) -> DeepEpExchange:
-        """Allocate the buffer, together with every instance of the group, before any capture.
+        """Allocate the buffer, together with every instance, before any capture.
 
-        group: of torch.distributed. package: deep_ep; a test passes a stand-in.
+        group: of torch.distributed. package: deep_ep or a stand-in.
         """
         buffer_class = (package or import_module("deep_ep")).Buffer
         num_bytes = buffer_class.get_low_latency_rdma_size_hint(
@@ -133,10 +133,7 @@ def deep_ep_obstacle(
     max_rows: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return the reason why DeepEP cannot serve here; empty if it can.
-
-    max_rows: bound of an instance's batch. environment: has NVSHMEM_QP_DEPTH, if set.
-    """
+    """Return the reason why DeepEP cannot serve here; empty if it can."""
     if device.type != "cuda":
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
     if find_spec("deep_ep") is None:

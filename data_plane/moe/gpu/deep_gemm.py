@@ -49,16 +49,16 @@ class DeepGemm:
         return values.reshape(weight_ENX.shape), scale[:, :, 0, :, 0].contiguous()
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Return the reason why blocks of this size are not taken; empty if they are."""
+        """Return the obstacle of blocks of this size, or an empty string."""
         return "" if block == (BLOCK, BLOCK) else f"deep_gemm reads blocks of {BLOCK}x{BLOCK}"
 
     def prepare_fp8(self, weight: Fp8Weight) -> Fp8:
-        """Take weights as the checkpoint has them; raises ValueError as prepare does."""
+        """Take weights as stored; raises ValueError as prepare does."""
         self._check_widths(*weight.values.shape[1:])
         return weight.values.contiguous(), weight.scale.contiguous()
 
     def dense(self, weight: Fp8Weight) -> DenseLayer | None:
-        """Make a layer of whole blocks of columns, as Fp8DenseGemm.dense says."""
+        """Make a layer of whole blocks of columns."""
         columns, width = weight.values.shape
         if weight.block != (BLOCK, BLOCK) or width % BLOCK or columns % _TMA_COLUMNS:
             return None
@@ -77,7 +77,7 @@ class DeepGemm:
         return self._product(x, prepared, count_E)
 
     def run_pairs(self, pairs: Pairs, gate_up: Fp8, down: Fp8) -> Tensor:
-        """Run an MLP on pairs, as PairsGemm.run_pairs says; only slots with a row are rounded."""
+        """Run an MLP on pairs; only slots with a row are rounded."""
         num_slots, count_E = pairs.row_ES.shape[1], pairs.count_E
         x = lay_out(pairs.x, count_E, num_slots, pairs, is_fp8=True)
         inner = self._product(x, gate_up, count_E).flatten(0, 1)
@@ -115,9 +115,6 @@ class DenseLayer:
 
 
 def _quantise(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Split x into (e4m3 values, fp32 scale); elements along `dims` share a scale.
-
-    The largest of them becomes e4m3's largest.
-    """
+    """Split x into (e4m3 values, fp32 scale); elements along `dims` share a scale."""
     scale = (x.abs().amax(dim=dims, keepdim=True) / _FP8_MAX).clamp_min(1e-10)
     return (x / scale).to(FP8), scale

@@ -97,7 +97,7 @@ def choose_kernel(
 ):  # fmt: skip
     """Program b: choose row b's experts and their weights, as gate.gate does.
 
-    Ties go to the lowest number. Experts lie in a tile [groups, experts of a group].
+    Ties go to the lowest number.
     """
     row = tl.program_id(0)
     IN_GROUP: tl.constexpr = E // G

@@ -25,7 +25,7 @@ _LEAST_PROGRAMS = 16
 class GemmTiles(NamedTuple):
     """The cut of a product: rows and columns of a tile, warps and stages of a program.
 
-    Decode brings few rows; 64 is the least that wgmma takes.
+    64 rows are the least that wgmma takes.
     """
 
     rows: int
@@ -77,8 +77,8 @@ def grouped_gemm_kernel(
     """Program (column tile, p) of P: row tiles p, p + P, ... of all experts' products.
 
     GATHERS: the row of a slot is row_ptr's, else the slot's own. IS_GATED: a weight has gate, then
-    up, num_columns each; the result is silu(gate) * up. SCALE_N, SCALE_X: rows and columns of an
-    FP8 weight that share a scale, which multiplies the exact product; 0: plain.
+    up; the result is silu(gate) * up, num_columns wide. SCALE_N, SCALE_X: rows and columns of an
+    FP8 weight that share a scale; 0: plain.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < num_columns
@@ -144,13 +144,11 @@ class TritonGemm(PairsGemm):
         return weight_ENX.contiguous()
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Return the reason why blocks do not fit the kernel's tiles; empty if they do."""
         if block[1] % DEPTH == 0:
             return ""
         return f"triton reads {DEPTH} columns at a time, and blocks are {block[1]} wide"
 
     def prepare_fp8(self, weight: Fp8Weight) -> Fp8Weight:
-        """Take FP8 weights and scales, contiguous."""
         return weight._replace(values=weight.values.contiguous(), scale=weight.scale.contiguous())
 
     def run(self, x_ESX: Tensor, prepared: Tensor | Fp8Weight, count_E: Tensor) -> Tensor:

@@ -51,8 +51,7 @@ def place_weights(
     """Copy weights to the device, layer by layer, and extend the rope table to max_len.
 
     is_fused: shared experts follow the experts, in slots of their own. num_slots: least slots of a
-    layer. is_alone: no other instance has experts, so shared ones follow if they can. Raises
-    ValueError if they must and cannot.
+    layer. is_alone: shared ones follow if they can. Raises ValueError if they must and cannot.
     """
     weights.rope.place(device, max_len)
     linear = partial(_linear, gemm, device, weights.embedding.dtype)
@@ -97,10 +96,7 @@ def _experts(
 
 
 def _can_join(moe: MoeWeights, gemm: GroupedGemm) -> bool:
-    """True for one kind of weights and a whole width.
-
-    Plain ones stay apart from experts that the GEMM would round to FP8.
-    """
+    """True for one kind of weights and a whole width."""
     if moe.shared is None or moe.shared_gate is not None or not moe.mlps:
         return False
     first, width = moe.mlps[0], moe.mlps[0].down.shape[1]

@@ -1,8 +1,7 @@
 """The experts of one instance on a GPU: grouped GEMMs over rows laid out by expert.
 
-The layout, [E, S, X] and a count for each expert, is also DeepEP's and DeepGEMM's masked one; slots
-after a count are neither read nor written. Shapes follow from bounds, so a captured step stays
-right. The CPU's sibling is experts.py.
+The layout is [E, S, X] and a count for each expert, also of DeepEP and DeepGEMM; slots after a
+count are neither read nor written, and no shape depends on it. The CPU's sibling is experts.py.
 
 Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N
 columns.
@@ -40,7 +39,7 @@ class Fp8GroupedGemm(GroupedGemm, Protocol):
     """A grouped GEMM that also takes weights in FP8, as checkpoints publish them."""
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Return the reason why it cannot take blocks of (rows, columns); empty if it can."""
+        """Return the obstacle of blocks of (rows, columns), or an empty string."""
 
     def prepare_fp8(self, weight: Fp8Weight) -> Any:
         """Lay FP8 weights [E, N, X] out for `run`; nothing is de-quantised."""
@@ -83,7 +82,7 @@ class GroupedExperts:
                 target[slot].copy_(source[0])
 
     def run_pairs(self, pairs: Pairs) -> Tensor:
-        """Run every expert on its rows, shared ones too: [E * S, X] by slot, not weighted."""
+        """Run every expert, shared ones too: [E * S, X] by slot, not weighted."""
         if isinstance(self._gemm, PairsGemm):
             return self._gemm.run_pairs(pairs, self.gate_up, self.down)
         from data_plane.moe.gpu.pairs import lay_out
@@ -92,7 +91,7 @@ class GroupedExperts:
         return self.run_grouped(x_ESX, pairs.count_E).flatten(0, 1)
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
-        """Run every expert on its own rows: [E, S, X], not weighted; shared ones need rows too."""
+        """Run every expert on its own rows: [E, S, X], not weighted."""
         assert len(count_E) == self.num_here + self.num_shared, "an expert without a count"
         gate_ESI, up_ESI = self._gemm.run(x_ESX, self.gate_up, count_E).chunk(2, dim=-1)
         return self._gemm.run(F.silu(gate_ESI) * up_ESI, self.down, count_E)

@@ -1,10 +1,9 @@
 """Dispatch and combine by NIXL-EP's low-latency kernels, an all_to_all_gpu.GpuAllToAll with terms.
 
 Experimental: no card has run this (docs/decisions/0066). Public signatures:
-tests/harness/gpu_stand_ins/nixl_ep_stand_in.py. All terms share one buffer, whose addresses graphs
-capture. A mask on the device names the instances to send to and to await; unconnected ones are
-masked, so a lone instance can capture steps. NIXL-EP computes an expert's instance from its number,
-so rows carry its slot's: seat * slots of a seat + slot.
+tests/harness/gpu_stand_ins/nixl_ep_stand_in.py. All terms share one buffer, for graphs. A mask on
+the device names the unconnected instances, so a lone one can capture steps. NIXL-EP computes an
+expert's instance from its number, so rows carry its slot's: seat * slots of a seat + slot.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class NixlEpExchange(LowLatencyExchange):
         device: torch.device,
         package: Any = None,
     ) -> None:
-        """Allocate the buffer, before any capture; the instance is alone until begin_term.
+        """Allocate the buffer, before any capture; alone until begin_term.
 
-        package: nixl_ep; a test passes a stand-in.
+        package: nixl_ep or a stand-in.
         """
         num_instances, num_experts = cluster.num_instances, model.num_experts
         max_rows = cluster.bounds.max_rows
@@ -134,10 +133,7 @@ class NixlEpExchange(LowLatencyExchange):
 
 
 class _TermMetadata:
-    """A TCPStore for NIXL-EP: metadata of instances, in descriptions of segments.
-
-    So a wait for a peer ends with the peer, with the term, or at a limit.
-    """
+    """A TCPStore for NIXL-EP: metadata in descriptions of segments, so waits end with the term."""
 
     def __init__(
         self, segments: Segments, instance: int, num_instances: int, limits: LimitsConfig
@@ -147,7 +143,6 @@ class _TermMetadata:
         self._own: OwnedSegment | None = None
 
     def set(self, key: str, value: bytes) -> None:
-        """Publish this instance's metadata in the present term; the last one's was withdrawn."""
         num_bytes = self._num_instances * _WORD_BYTES
         self._own = self._segments.own(_KIND, self._instance, value.hex(), num_bytes)
 
@@ -197,14 +192,13 @@ class _TermMetadata:
         """Do nothing: a peer may still read it, and `leave` withdraws it."""
 
     def leave(self) -> None:
-        """Withdraw the metadata. Idempotent."""
         if self._own is not None:
             self._own.close()
             self._own = None
 
 
 def _word(segment: Segment | OwnedSegment, instance: int) -> Word:
-    """Return the word that an instance sets in a segment when it has read all metadata."""
+    """Return an instance's word in a segment: it has read all metadata."""
     return Word(segment.memory, segment.data_offset + instance * _WORD_BYTES)
 
 
@@ -221,10 +215,7 @@ def nixl_ep_obstacle(
     num_instances: int,
     max_rows: int,
 ) -> str:
-    """Return the reason why NIXL-EP cannot serve here; empty if it can.
-
-    max_rows: bound of an instance's batch.
-    """
+    """Return the reason why NIXL-EP cannot serve here; empty if it can."""
     if device.type != "cuda":
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
     per_token = num_experts_per_token, _MAX_EXPERTS_PER_TOKEN

@@ -38,8 +38,7 @@ def pairs_kernel(
 
     Writes int32 row_ptr [E + V, S], the row in each slot; slot_ptr [rows, K + V], -1 for an expert
     elsewhere; count_ptr [E + V]. IN_REGION: rows and ids are in the exchange's memory, num_rows
-    slots for each source with its count; else they are this instance's num_rows rows, of which the
-    live ones visit.
+    slots for each source with its count; else they are this instance's num_rows rows.
     """
     e = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)

@@ -57,7 +57,7 @@ def return_kernel(
     """Program (source, p) of P, a power of two: sum rows p, p + P, ... of a source over its pairs.
 
     Stores the sums at the source and then releases its flag, as put_kernel does. epoch_ptr: of the
-    last wait for DISPATCH and so of this put. A source without a row, or outside the term, gets
+    last wait for DISPATCH and of this put. A source without a row, or outside the term, gets
     nothing. A far one's sums stay here (triton_exchange.staged); IS_PACKED: there may be one.
     """
     source, program = tl.program_id(0), tl.program_id(1)

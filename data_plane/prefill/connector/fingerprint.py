@@ -1,7 +1,4 @@
-"""The fingerprint of KV: two processes must agree on it before one writes the other's KV.
-
-It reads only headers of weights; the probe compares numbers.
-"""
+"""The fingerprint of KV: two processes must agree on it before one writes the other's KV."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The connector's half in vLLM's scheduler: the pages to send after each step.
 
-vLLM's objects are read by field names. Blocks may be overwritten once vLLM frees them, so an ended
-request holds them until the worker is done. A preempted request sends its pages again; a receiver
-takes each once.
+vLLM may overwrite freed blocks, so an ended request holds them until the worker is done. A
+preempted request sends its pages again; a receiver takes each once.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class TicketedRequests:
         self._tracked[request_id] = _Tracked(ticket, refusal)
 
     def step(self, scheduled: Any) -> StepWork:
-        """Return the parts to send after the step. scheduled: vLLM's SchedulerOutput."""
+        """Return the parts to send after the step (vLLM's SchedulerOutput)."""
         work = StepWork(dropped=self._aborted, is_idle=scheduled.total_num_scheduled_tokens == 0)
         self._aborted = set()
         for request_id in scheduled.preempted_req_ids or ():
@@ -147,10 +146,7 @@ class TicketedRequests:
             tracked.num_pages, tracked.has_parts = end, True
 
     def finished(self, request_id: str, is_aborted: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Return for an ended request whether its blocks are still needed, and the answer.
-
-        If they are, `sent` is called later.
-        """
+        """Return whether an ended request's blocks are still needed, and the answer."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False, None

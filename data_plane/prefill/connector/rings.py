@@ -1,6 +1,6 @@
 """An engine's writers into the rings of instances, of any cluster that asks it.
 
-Clusters come and go, so it keeps only open writers to living receivers.
+Clusters come and go: a writer to a dead receiver is dropped.
 """
 
 from __future__ import annotations

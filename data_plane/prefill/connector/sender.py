@@ -1,7 +1,6 @@
 """The connector's half in vLLM's worker: the thread that sends pages, behind vLLM's steps.
 
-A failed send is logged and forgotten: receivers report arrival, and the prefill has a deadline for
-it.
+A failed send is logged and forgotten: the prefill has a deadline.
 """
 
 from __future__ import annotations
@@ -76,9 +75,9 @@ class PageSender:
             pass
 
     def finished(self, request_ids: Iterable[str], timeout_s: float = 0.0) -> set[str]:
-        """Take ended requests; return those whose blocks are no longer needed.
+        """Take ended requests; return, once each, those whose blocks are no longer needed.
 
-        Each request with parts is returned once. timeout_s: longest wait for the first.
+        timeout_s: longest wait for the first.
         """
         with self._changed:
             self._ended.update(self._known.intersection(request_ids))

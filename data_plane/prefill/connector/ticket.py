@@ -1,7 +1,4 @@
-"""The ticket that an engine gets with a prompt, to write the pages, and the engine's answer.
-
-Both are JSON values in the field `kv_transfer_params` of a request.
-"""
+"""An engine's ticket, to write a prompt's pages, and its answer, in `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class EngineTicket:
     term: int
     ticket: int
     num_tokens: int
-    """Of the engine's whole prompt."""
+    """Tokens of the engine's whole prompt."""
     targets: tuple[tuple[int, int, int], ...]
     """Runs of wanted pages (first page, number of pages, instance)."""
     peers: Mapping[int, tuple[str, str]]
@@ -38,7 +35,7 @@ class EngineTicket:
     """auto: shared memory within a node, else TCP. tcp: TCP always. nixl: NIXL."""
     kv_dtype: str
     num_layers: int
-    """Of a page; with drafts the MTP layer too."""
+    """Layers of a page, with drafts the MTP layer too."""
     fingerprint: Mapping[str, str]
     engine: str
     """The engine's process, from its probe; empty in a probe."""
@@ -77,7 +74,7 @@ class EngineTicket:
 
 
 def accepted(num_pages: int, engine: str) -> dict[str, Any]:
-    """Return the answer to a ticket whose pages are on their way. engine: as of EngineTicket."""
+    """Return the answer to a ticket whose pages are on their way."""
     return {KEY: {"num_pages": num_pages, "engine": engine}}
 
 

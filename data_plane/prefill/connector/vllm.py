@@ -202,7 +202,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _bytes_of(quantise(page, self._model.attention.fp8_rank()))
 
     def handle_preemptions(self, kv_connector_metadata: NanocpMetadata) -> None:
-        """Stop reading blocks that this step may overwrite."""
         if self._sender is not None:
             self._sender.drop(kv_connector_metadata.work.dropped)
 
@@ -218,7 +217,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing is sent by layer: a page has all of them."""
 
     def wait_for_save(self) -> None:
-        """Queue the parts of this step."""
         work = self._get_connector_metadata().work
         if self._sender is not None and work.parts:
             self._sender.queue(work.parts, self._computed())
@@ -239,7 +237,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return sent or None, None
 
     def shutdown(self) -> None:
-        """End the sending thread."""
         if self._sender is not None:
             self._sender.close()
 

@@ -54,8 +54,7 @@ class _WaitError(NamedTuple):
 class Region(NamedTuple):
     """A field of a channel in this instance's memory, [parity, source, slot, width].
 
-    Kernels may read it from the wait until their answer is launched; the next put of the channel's
-    pair comes later.
+    Kernels may read it from the wait until their answer is launched.
     """
 
     table: Tensor
@@ -69,16 +68,15 @@ class Region(NamedTuple):
     """Bytes."""
 
     def stride_in(self, like: Tensor) -> int:
-        """Return the elements from one slot to the next, in the dtype of a tensor."""
         return self.stride // like.element_size()
 
 
 class GpuExchange:
     """One instance's end of the exchange; an instance that is alone calls nothing of it.
 
-    An attention layer puts, awaits and takes Q, then puts and awaits RES, in this order; a step
-    without links calls `skip_attention`. A MoE layer puts and awaits DISPATCH; a kernel returns the
-    sums as a put of COMBINE does (moe/gpu/sums.py).
+    An attention layer puts, awaits and takes Q, then puts and awaits RES; a step without links
+    calls `skip_attention`. A MoE layer puts and awaits DISPATCH; a kernel returns the sums
+    (moe/gpu/sums.py).
     """
 
     def __init__(
@@ -133,10 +131,7 @@ class GpuExchange:
 
     @property
     def awaited(self) -> int | None:
-        """The instance that a wait polls for now, or None. Any thread may read it.
-
-        A fused MoE layer does not set it.
-        """
+        """The instance that a wait polls for now, for any thread; not of a fused MoE layer."""
         number = int(self._words[1])
         return number - 1 if number else None
 
@@ -150,9 +145,8 @@ class GpuExchange:
         """Put rows of the fields into the slots at each peer, then the peer's flag.
 
         A peer without a row gets nothing; a counted channel's flag goes to every instance of the
-        term, this one too. fields: by name [rows, ...], contiguous. count_N [N] int32: slots at
-        each peer. row_NL [N, slots] int32: the row of each slot; None: rows are dense, by ascending
-        peer.
+        term. fields: [rows, ...], contiguous. count_N [N] int32: slots at each peer. row_NL [N,
+        slots] int32: the row of each slot; None: rows are dense, by ascending peer.
         """
         from data_plane.transport.gpu.triton_exchange import put_kernel
 
@@ -184,9 +178,9 @@ class GpuExchange:
         self.forward(channel, count_N)
 
     def forward(self, channel: Channel, count_N: Tensor) -> None:
-        """Put the rows for far peers that a kernel has left in this instance's own memory.
+        """Put the rows for far peers, if any, that a kernel has left in this instance's own memory.
 
-        count_N: [N] int32, rows for each peer. Without a far peer nothing is launched.
+        count_N: [N] int32, rows for each peer.
         """
         if self._has_far_peers:
             from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
@@ -195,7 +189,7 @@ class GpuExchange:
             forward_kernel[(self.places.num_instances,)](*arguments, **link_options())
 
     def forwarding_module(self) -> int:
-        """Load the kernel that puts to far peers on this GPU, and return its CUDA module."""
+        """Load the kernel of puts to far peers, and return its CUDA module."""
         from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
 
         arguments = self._forwarding(Channel.Q, self._done_CN[Channel.Q])
@@ -265,10 +259,7 @@ class GpuExchange:
         return self._done_CN[channel]
 
     def skip_attention(self, num_layers: int) -> None:
-        """Count the epochs of a step's layers in which no instance has a link with this one.
-
-        They stay equal on all instances although nothing is put or awaited.
-        """
+        """Count the epochs of a step's layers without links, equally on all instances."""
         self.epoch_C[Channel.Q : Channel.RES + 1].add_(num_layers)
 
     def check(self) -> None:

@@ -1,7 +1,6 @@
 """Calls of NVIDIA's CUDA runtime by which processes of a node map each other's GPU memory.
 
-torch's symmetric memory belongs to a process group with fixed members, so it cannot serve terms
-(docs/decisions/0048).
+torch's symmetric memory belongs to a process group with fixed members (docs/decisions/0048).
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ class CudaRuntime:
 
     @property
     def orders_writes(self) -> bool:
-        """True if this GPU sees writes of a network card in order.
-
-        Elsewhere a reader must flush, which a wait that only polls does not.
-        """
+        """True if this GPU sees writes of a network card in order, without a flush."""
         found = ctypes.c_int()
         attribute = _WRITES_ORDERING
         self._call("cudaDeviceGetAttribute", ctypes.byref(found), attribute, self._device)

@@ -1,6 +1,6 @@
 """Memory of an instance on a GPU that the peers of a term map, in one term after the other.
 
-A member publishes its memory's handle in a segment's description (segments.py) when it is zero, and
+A member publishes its zeroed memory's handle in a segment's description (segments.py), and
 withdraws it when it has unmapped its peers'. So memory of a past term is free once no peer
 publishes, and never while a hanging peer may write it.
 """
@@ -24,8 +24,6 @@ _TICK_S = 0.01
 
 
 class _Published(NamedTuple):
-    """The lines of a segment's description: a member's memory."""
-
     regions: str
     process: str
     address: str
@@ -34,8 +32,6 @@ class _Published(NamedTuple):
 
 
 class _GivenUp(NamedTuple):
-    """Own memory of a past term, perhaps still mapped by peers."""
-
     address: int
     term: int
     peers: tuple[int, ...]
@@ -114,7 +110,7 @@ class IpcMemory:
         return f"{self._places.num_instances} instances, {self._places.num_bytes} bytes"
 
     def _map(self, peer: int, deadline: float) -> int:
-        """Return the address of a peer's memory in this process, once the peer has published it."""
+        """Return a peer's mapped memory, once the peer has published it."""
         left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
         writer = f"instance {self._instance}"
         segment = self._segments.attach(self._kind, peer, writer, self._limits, left_ms)

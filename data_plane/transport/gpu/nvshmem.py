@@ -1,7 +1,7 @@
 """NVSHMEM's host calls: memory that GPUs of every node write, for the one term of its instances.
 
-Experimental: no two nodes have run this (docs/decisions/0064). NVSHMEM's members are fixed when it
-starts, and it ends the process when one is lost; so there is one term.
+Experimental: no two nodes have run this (docs/decisions/0064). NVSHMEM's members are fixed, and it
+ends the process when one is lost.
 """
 
 from __future__ import annotations
@@ -172,7 +172,6 @@ class NvshmemMemory:
         """Do nothing: memory goes with the process, since freeing it takes all instances."""
 
     def _start(self) -> None:
-        """Meet the others by the group's id in the first instance's segment description."""
         if self._instance == 0:
             unique_id = self._nvshmem.unique_id()
             meeting: Any = self._segments.own(_KIND, 0, unique_id.hex(), 0)

@@ -17,7 +17,7 @@ from data_plane.transport.exchange import Channel, Field, RegionLayout, side_by_
 from data_plane.transport.gpu.cuda_runtime import loaded_cudart
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
-"""Of a step; the mailbox stays with the host's exchange."""
+"""Channels of a step; the mailbox stays with the host's exchange."""
 
 MAX_FIELDS = 4
 _ALIGNMENT = 128

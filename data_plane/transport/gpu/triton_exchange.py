@@ -3,15 +3,14 @@
 A field is [parity, source, slot, width] in the receiver's memory, at the same offset on every
 instance; packed rows have a slot's fields side by side (peer_memory.RegionPlaces). Flags are
 [parity, source] int64. For replays, epochs are on the device: a wait advances its channel's, a put
-takes its pair's (cuda_ipc._FOLLOWS), as partials answer queries and combine answers dispatch. (The
-paper's section 5.3.)
+takes its pair's (cuda_ipc._FOLLOWS). (The paper's section 5.3.)
 
 Only a dispatch's sender knows its rows. So that channel is COUNTED: every instance puts to every
 one, and each flag has a count, [parity, source] int32.
 
 Every address comes from peer_ptr [N + 2] int64 (cuda_ipc.GpuExchange.table), as a replay in another
-term has other memory. Of the two words of the host, the host writes the first, the last term that
-is over; a wait writes the second, the awaited instance + 1, or 0.
+term has other memory. Of the host's two words, the host writes the first, the last term that is
+over; a wait writes the second, the awaited instance + 1, or 0.
 """
 
 from __future__ import annotations
@@ -115,10 +114,10 @@ def put_kernel(
 ):
     """Store rows in the slots at every target, then release its flag.
 
-    Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target; its last
-    program releases the flag. A, B, C, D: widths of the fields. HAS_ROWS: row_ptr [N, num_listed]
-    has the row of each slot; else rows are dense, by target, then slot. ROW_BYTES: of a packed row,
-    else 0. A target outside the term gets nothing; a far one's rows stay here (`staged`).
+    Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target. A, B, C, D:
+    widths of the fields. HAS_ROWS: row_ptr [N, num_listed] has the row of each slot; else rows are
+    dense, by target, then slot. ROW_BYTES: of a packed row, else 0. A target outside the term gets
+    nothing; a far one's rows stay here (`staged`).
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -184,7 +183,7 @@ def wait_kernel(
     One program. COUNTED: it awaits every source of the term and writes their counts to count_ptr,
     zeros for the others and after an error. A newer flag, max_polls or the term's end stops the
     wait. The error word [code, source, epoch awaited, epoch found] int64 keeps the first error,
-    after which nothing is awaited; code: channel + 1, plus TERM_OVER if the term was over.
+    after which nothing is awaited; code: channel + 1, plus TERM_OVER.
     """
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)

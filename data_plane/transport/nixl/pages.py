@@ -1,8 +1,8 @@
 """Pages by NIXL: one-sided writes between memory of CPUs or GPUs, on any node.
 
-A writer's connection as over TCP (tcp/segment.py) carries the words, shows whether the other end
-lives, and brings the grant of its memory. An agent makes progress only when called: the receiver's
-thread calls it from the announcement of a write until the word behind it.
+A connection as over TCP (tcp/segment.py) carries the words and the memory's grant, and shows
+whether the other end lives. An agent makes progress only when called: the receiver's thread calls
+it from the announcement of a write until the word behind it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ class Place(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """NIXL's name for this kind of memory."""
         return "VRAM" if self.is_gpu else "DRAM"
 
     def part(self, begin: int, num_bytes: int) -> Place:
-        """Return the place of `num_bytes` bytes from offset `begin` on."""
         return self._replace(address=self.address + begin, num_bytes=num_bytes)
 
 
@@ -133,8 +131,7 @@ class NixlAgent:
     def prepare(self, local: Place, peer: str, remote: Place, what: str, instance: int) -> Any:
         """Prepare a write of all of `local` to `remote`, of equal size, of the agent `peer`.
 
-        It may be posted repeatedly, each time once it is done. Raises PeerLost; arguments as of
-        `post`.
+        It may be posted repeatedly. Raises PeerLost; arguments as of `post`.
         """
         ends = [
             self._agent.get_xfer_descs([(place.address, place.num_bytes, place.device)], place.kind)
@@ -257,7 +254,6 @@ class NixlSegment(TcpSegment):
         self._agent.discard(write)
 
     def close(self) -> None:
-        """End the connection and release the memory for pages. Idempotent."""
         super().close()
         if self.bulk is not None:
             self.bulk = None

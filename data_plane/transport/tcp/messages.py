@@ -2,7 +2,7 @@
 
 A writer says hello; the owner answers with a welcome, the segment's description, grant and words.
 Then a writer's message is a header (word, value, table of chunks) and the chunks; the owner sends
-only words.
+words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTACHED, ABSENT, TAKEN = range(3)
 ANNOUNCED = 0
 """Word offset of an announcement: pages come another way."""
 HANDSHAKE_S = 10.0
-"""Of hello and welcome."""
+"""Longest wait of hello and welcome."""
 CLOSE_S = 2.0
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
 """A vanished node is noticed after 2 + 4 * 1 seconds."""

@@ -1,9 +1,8 @@
 """The owner's end of one-sided puts across TCP between CPU instances of different nodes.
 
-A thread of the owner writes a peer's chunks into the segment, then the word. Each (writer, segment)
-has its own connection, so pages do not delay a step. An ended connection means a dead peer: the
-kernel closes those of a dead process, keepalive those of a vanished node. Beside it:
-tcp/segment.py, the writer's end; tcp/messages.py; tcp/receiver.py.
+A thread writes a connection's chunks into the segment, then the word. Each (writer, segment) has
+its own connection, so pages do not delay a step. An ended connection means a dead peer: the kernel
+closes those of a dead process, keepalive those of a vanished node.
 """
 
 from __future__ import annotations
