@@ -172,4 +172,3 @@ _OBSTACLES = {
     "flashmla": _flashmla_obstacle,
     "flash_attention": _flash_attention_obstacle,
 }
-"""Returns a backend's obstacle at a site, or an empty string."""

@@ -1,8 +1,7 @@
 """FlashAttention 3's decode over paged K/V heads as an attention backend.
 
-Its public signature: tests/harness/gpu_stand_ins/published_packages.py. Unlike ours: keys and
-values are two views of a frame; the lse is [A, H, 1], undefined for a row without KV; the host
-reads no length.
+Public signature: tests/harness/gpu_stand_ins/published_packages.py. Unlike ours: keys and values
+are two views of a frame; the lse is [A, H, 1], undefined for a row without KV.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ class AttentionPlan:
         # Several rows of one page are worth one batched call; a lone one is read in place.
         single = single if len(single) > 1 else []
         self.single_rows = torch.tensor(single, dtype=torch.int64)
-        """Rows of one page each, padded to 64 tokens and computed together."""
         self.single_frames = torch.tensor([frames[row][0] for row in single], dtype=torch.int64)
         single_lengths = torch.tensor([lengths[row] for row in single], dtype=torch.int64)
         self.single_mask = torch.zeros(len(single), 1, 1, PAGE_SIZE).masked_fill_(

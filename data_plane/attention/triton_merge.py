@@ -36,8 +36,8 @@ def merge_kernel(
 ):
     """Program (row, head): merge the partials of one head of one row.
 
-    IS_SPLIT: partials are a decode kernel's pieces, counted by row_parts; a single one is left
-    alone. Else partial q of row b is number q * rows + b.
+    IS_SPLIT: partials are a decode kernel's pieces, counted by row_parts. Else partial q of row b
+    is number q * rows + b.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)

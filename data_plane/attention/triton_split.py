@@ -1,9 +1,8 @@
 """Split-KV on a GPU: a step's KV is cut into equal parts, whose pieces of a row are merged.
 
-A kernel cuts the work by lengths on the device (`plan_parts`), so a captured step suits any. Part p
-works from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once; of others,
-part p stores a first piece in slot 2p + 1, any other in slot 2p. A row's drafts count as more
-heads, with lengths of their own.
+The work is cut on the device (`plan_parts`), so a captured step suits any lengths. Part p works
+from (row, page) begin[p] to begin[p + 1]. A row in one part is written at once; of others, part p
+stores a first piece in slot 2p + 1, any other in slot 2p. A row's drafts count as more heads.
 
 Legend: A queries (attention rows), R rows, each of as many queries, P pages, N parts.
 """

@@ -1,7 +1,6 @@
 """Steps captured as CUDA graphs: one memory pool and one stream for all graphs of an instance.
 
-Two graphs of a pool never run at once; those of several instances may. (The paper's section 5.2,
-Algorithm 2.)
+Two graphs of a pool never run at once. (The paper's section 5.2, Algorithm 2.)
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.pool_cpu import RowState, StepTables
 
 Capture = Callable[[Any], Callable[[], None]]
-"""A function from a pool's context to a call that runs the step on it."""
 
 
 class Pool(Protocol):

@@ -1,7 +1,6 @@
 """The pool on the CPU: routing tables and row state, allocated once by the bounds.
 
-The host fills two staging copies, steps read a live one; a bucket's context is a prefix of it. (The
-paper's section 5.2.)
+The host fills two staging copies, steps read a live one, by prefixes. (The paper's section 5.2.)
 
 Legend: B rows, A received attention rows, N instances, L links, P pages.
 """

@@ -251,8 +251,8 @@ class GpuPool:
     ) -> tuple[Tensor, Tensor]:
         """Launch the kernel that finds the rows' append slots and lengths.
 
-        error: the exchange's error word; once set, every row appends to the scratch frame. Returns
-        (slots [rows] int64, lengths [rows] int32), on the device.
+        error: once set, every row appends to the scratch frame. Returns (slots [rows] int64,
+        lengths [rows] int32), on the device.
         """
         num_rows = len(pages.num_pages)
         slots = torch.empty(num_rows, dtype=torch.int64, device=self.device)

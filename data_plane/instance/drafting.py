@@ -43,7 +43,7 @@ def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: 
 
 
 def can_draft_alone(window: Window) -> bool:
-    """Return True if the window's tokens are the highest logits, so the device needs no host."""
+    """True if the window's tokens are the highest logits, so the device needs no host."""
     rows = window.live_rows()
     return bool(rows) and all(takes_highest(row.params, row.output_ids) for row in rows)
 
@@ -51,8 +51,8 @@ def can_draft_alone(window: Window) -> bool:
 def draft_alone(window: Window, lane: StepLane) -> list[list[int]]:
     """Launch all turns of drafting before the host knows the step's tokens, and wait.
 
-    Returns the highest logit's token of each step row: of the step, then of each turn. Raises the
-    error of the step or a turn.
+    Returns each step row's highest-logit token: of the step, then of each turn. Raises the error of
+    one.
     """
     captured: Any = lane.engine.next_step()
     for _ in range(window.plan.num_drafts):

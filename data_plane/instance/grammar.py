@@ -128,8 +128,8 @@ class GrammarMasks:
     def masks(self, rows: Sequence[MaskedRow]) -> Tensor:
         """Return [rows, vocabulary] bool: the tokens that may come after each output.
 
-        After a complete grammar only end-of-sequence tokens remain; none remains if no complete
-        output is found. Not to be called during a `begin`.
+        After a complete grammar only end-of-sequence tokens remain. Not to be called during a
+        `begin`.
         """
         packed = np.zeros((len(rows), self._num_words), np.uint32)
         for row, words in zip(rows, packed, strict=True):

@@ -1,7 +1,8 @@
 """The instance's interface: the few calls by which a process or a test drives one instance.
 
-Implementations: DecodeInstance (instance/decode.py) and the fake HashInstance
-(tests/harness/hash_clusters/hash_instance.py).
+Enters: plans, tickets. Leaves: events. DecodeInstance (instance/decode.py) and the fake
+HashInstance (tests/harness/hash_clusters/hash_instance.py) implement it. The process around an
+instance (member/instance_runner.py) and the tests call it. Synchronous, no sockets.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nanocp.values.table_changes import PageRun
 
 @dataclass(frozen=True, slots=True)
 class Polled:
-    """Events since the last poll."""
+    """What happened since the last poll."""
 
     events: tuple[Report, ...] = ()
     """WindowDone, TransferDone, TransferFenced, TransferMissed: for the controller."""
@@ -30,29 +31,29 @@ class Polled:
 
 
 class PageSource(Protocol):
-    """A source of the prefill's pages."""
+    """Where prefill's pages arrive."""
 
     def arrived(self) -> Iterator[ArrivedPage]:
-        """Yield the pages that are here; each is consumed when the next is asked for."""
+        """The pages that are there; each is consumed when the next is asked for."""
 
     def close(self) -> None:
         """Release everything."""
 
 
 class PageMover(Protocol):
-    """Moves pages between instances."""
+    """How pages get to and from other instances."""
 
     def connect(self) -> None:
         """Attach to every peer."""
 
     def arrived(self) -> Iterable[Iterator[ArrivedPage]]:
-        """Return the pages that are here, one iterator for each peer."""
+        """The pages that are there, one iterator for each peer."""
 
     def has_lost(self, peer: int) -> bool:
-        """Return True if the connection of the peer's pages has ended; ask before `arrived`."""
+        """Whether the connection that brings the peer's pages has ended; ask before `arrived`."""
 
     def has_place(self, peer: int) -> bool:
-        """Return True if the peer's ring has a place."""
+        """Whether a page for the peer would find a place now."""
 
     def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Send a page. There must be a place."""
@@ -62,25 +63,25 @@ class PageMover(Protocol):
 
 
 class TermEnds(NamedTuple):
-    """One instance's connections in one term."""
+    """What one instance shares with others in one term; nothing of it outlives the term."""
 
     exchange: Exchange
     rings: Sequence[PageSource]
-    """Rings of the prefill's writers, none with synthetic KV."""
+    """Where the prefill puts pages: a ring for each of its writers, none with synthetic KV."""
     moves: PageMover
 
 
 class TermStart(NamedTuple):
-    """An instance's data of a term that it joins."""
+    """What an instance must know of a term that it joins."""
 
     seats: Sequence[int]
     """Instances of the term, ascending."""
     experts: ExpertTable | None = None
-    """The place of each expert; None: unchanged."""
+    """Where each expert is; None: where it was."""
     newest_ticket: int = 0
-    """The last ticket of earlier terms: pages under it or older ones are refused."""
+    """The last ticket of the terms before: pages under it or older ones are refused."""
     keeps_rows: bool = False
-    """True if rows and table are the last term's: it ended at the edge of a window."""
+    """Whether rows and table are those of the last term: it ended at the edge of a window."""
 
 
 class Pages(Protocol):
@@ -152,45 +153,48 @@ class Instance(Protocol):
     def begin(self, plan: InstancePlan) -> Resync | None:
         """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
 
-        Returns Resync, with nothing committed, if a digest differs; the caller must begin the full
-        plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
+        Returns Resync, with nothing committed, if a digest differs; the caller must begin the
+        full plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
         (transport.exchange) while awaiting a hand-off.
         """
 
     def run_step(self) -> None:
         """Run one step of the begun window: exchange, attention, MoE, sampling.
 
-        The last step adds WindowDone to the events. Raises what a wait of the exchange raises; the
-        step is then abandoned, and only `leave` may follow.
+        The window's last step adds WindowDone to the events. Raises what a wait of the exchange
+        raises. The step is then abandoned: only `leave` may follow.
         """
 
     def leave(self) -> None:
-        """Leave the term: forget the window, tickets, unpolled events, and the ends.
+        """Leave the term: forget the window, tickets, what was not polled, and the ends.
 
-        Rows and table stay until `join` decides. Frames keep their KV for the next term
-        (protocol.md, kept KV). It may follow any call, also one that raised, and twice.
+        Rows and table stay until `join` says whether they go on. Frames keep their KV, which the
+        next term may read (protocol.md, kept KV). It may be called at any point between two
+        other calls, also after one that raised, and twice.
         """
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        """Begin another term after `leave`, with this instance's ends; missing experts are loaded.
+        """Begin another term after `leave`, with ends that are this instance's in that term.
 
-        Raises ValueError if this kind of instance cannot join another term, and as
-        model.weights.load_experts does.
+        Experts that it lacks are loaded. Raises ValueError if this kind of instance cannot join
+        another term, and what reading the checkpoint raises (model.weights.load_experts).
         """
 
     def poll(self) -> Polled:
-        """Take the events since the last poll."""
+        """Take what happened since the last poll."""
 
     def kept_pages(self) -> list[PageRun]:
-        """Return the pages of requests in the left term's table, without those of a new owner.
+        """The pages of requests in the table of the term that was left.
 
-        Each holds KV of its request, up to a position that the front end knows.
+        Each holds KV of its request, up to a position that the request's front end knows. Requests
+        are left out whose frames may have been given to another since.
         """
 
     def restarts(self) -> list[tuple[int, int, int]]:
-        """Return (request, least, most): positions at which a left term's row may go on.
+        """(request, least, most) of rows of the term that was left whose states are here.
 
-        There is none without linear attention.
+        At these positions a row may go on with its state. There is none without linear attention
+        layers.
         """
 
     def close(self) -> None:

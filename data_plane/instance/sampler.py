@@ -1,8 +1,8 @@
 """Sampling: the next token of each row, a pure function of its logits, parameters and token ids.
 
-A row's token is the same in any batch, at any CP degree and on any instance, up to fp32 rounding of
-its logits. Controls mean what they mean in vLLM, and apply in its order: bad words, min_tokens,
-logit_bias, penalties, temperature, min-p, top-k, top-p. A grammar's bans hold over all.
+A row's token is the same in any batch, at any CP degree and on any instance, up to fp32 rounding.
+Controls mean what they mean in vLLM, and apply in its order: bad words, min_tokens, logit_bias,
+penalties, temperature, min-p, top-k, top-p. A grammar's bans hold over all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def race(probability_V: Tensor, seed: int, index: int) -> int:
     """Draw the token whose exponential clock, of (seed, index, token), rings first.
 
     Likelier tokens' clocks tick faster. Two distributions draw the same token with a probability of
-    at least (1 - tv) / (1 + tv), where tv is their total variation distance (arXiv 2408.07978).
+    at least (1 - tv) / (1 + tv), tv their total variation distance (arXiv 2408.07978).
     """
     ids = probability_V.nonzero().squeeze(1)
     # splitmix64 of the token's number, begun at bits of (seed, index).
@@ -183,8 +183,7 @@ def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
 def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     """Return `_is_in_nucleus` for any distribution, in time linear in the vocabulary.
 
-    Only the class of probabilities in which top_p is reached is sorted, the lowest token id first
-    of equal ones.
+    Only the class of probabilities at top_p is sorted, by token id if equal.
     """
     log_V = probability_V.log()
     highest, lowest = log_V.max(), log_V[probability_V > 0].min()
@@ -202,7 +201,7 @@ def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
 
 
 def takes_highest(params: SamplingParams, output: Sequence[int]) -> bool:
-    """Return True if the row's tokens from now on are those of the highest logits."""
+    """True if the row's tokens from now on are those of the highest logits."""
     is_free = not params.constraint and params.logprobs is None
     return is_free and params.temperature == 0 and not _has_controls(params, output)
 

@@ -1,7 +1,11 @@
-"""The layers of a stage and their KV: places, filled tokens, and moves.
+"""The layers of a stage and their KV: where they are, what of it is filled, how they move.
 
-Before a layer computes a span, its frames must hold KV of exactly the earlier positions; else an
-error names the fault.
+Enters: layer moves, KV that arrives, changes of the page table. Leaves: KV of layers for other
+stages, LayersMoved. Does not know: passes in their order, hidden rows, what a layer computes.
+
+Of each frame of each layer it is known how many tokens are filled. Before a layer computes a span,
+its KV of every earlier position must be there, and of no later one: a layer that runs twice or not
+at all, and KV that is missing or stale, are errors by name.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class LayerStore(Protocol):
 
 
 class StageLayers:
-    """The layers of a stage. Subclasses read and write frames."""
+    """What a stage has of layers. Subclasses read and write frames."""
 
     def __init__(
         self,
@@ -70,9 +74,9 @@ class StageLayers:
     # --- calls
 
     def progress(self) -> None:
-        """Take arrived KV, and send as much as finds a place; never blocks.
+        """Take KV that arrived, and send what finds a place. Call it when idle; never blocks.
 
-        Raises PeerLost if the connection of coming KV has ended.
+        Raises PeerLost if the connection has ended by which KV was to come.
         """
         sources = set(self.source_of.values()) if self.coming else ()
         lost = [source for source in sources if self._mover.has_lost(source)]
@@ -175,7 +179,7 @@ class StageLayers:
                 raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
 
     def _take_place(self, layer: int, place: int) -> None:
-        """Give the layer a place; a place that it has keeps its KV."""
+        """Give the layer a place, unless it has it: then the KV that it has there is kept."""
         if self.place_of.get(layer) == place:
             return
         for other, taken in list(self.place_of.items()):

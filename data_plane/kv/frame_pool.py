@@ -32,8 +32,8 @@ class FramePool:
     ) -> None:
         """Allocate the frames, all zero, since a masked read would spread a NaN.
 
-        width: of a token's KV in one layer. fp8_rank: the model's kv_lora_rank if latent KV is in
-        FP8 (attention/fp8_latent.py). Raises ValueError if the device has too little memory.
+        fp8_rank: the model's kv_lora_rank if latent KV is in FP8 (attention/fp8_latent.py). Raises
+        ValueError if the device has too little memory.
         """
         self._fp8_rank, self._kv_width = fp8_rank, width
         if fp8_rank is not None:

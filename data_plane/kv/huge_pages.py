@@ -21,8 +21,8 @@ _CHUNK_BYTES = 16 << 20
 def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
     """Return [num_bytes] uint8, all zero, of huge pages where the system has them.
 
-    is_taken: a thread takes all at once, since first writes may cost a step 3 ms a megabyte. Raises
-    OSError if the system refuses or lacks the memory.
+    is_taken: all at once, by a thread, since first writes are slow. Raises OSError if the system
+    refuses or lacks the memory.
     """
     if is_taken and num_bytes > _available_bytes():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

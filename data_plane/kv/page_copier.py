@@ -18,7 +18,6 @@ from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
 _MAX_LOADED = 4
 """Most pages that wait for another instance's ring; reading stops there."""
 _END_S = 10.0
-"""Longest wait for a page's copy at the end."""
 
 CopyEvent = TransferDone | TransferFenced | TransferMissed
 
@@ -64,7 +63,7 @@ class PageCopier:
         self._events: list[CopyEvent] = []
         self._filled: list[tuple[int, int]] = []
         self._writing = threading.Lock()
-        """Held while a frame is written, so a fenced ticket's frame is never written."""
+        """Held while a frame is written, against a fence."""
         self._live: set[int] = set()
         """Tickets that are not fenced."""
         self._thread: threading.Thread | None = None

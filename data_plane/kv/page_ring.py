@@ -33,9 +33,8 @@ class ArrivedPage(NamedTuple):
     page: int
     num_tokens: int
     payload: Any
-    """Bytes of the page, uint8: an array, or a tensor if the frames are on a GPU.
-
-    It is the ring's own memory, readable until the next page is asked for.
+    """uint8: an array, or a tensor on a GPU; the ring's own memory, until the next page is asked
+    for.
     """
     offset: int = 0
     """Bytes of the page before these: a prefill stage has some layers."""
@@ -60,11 +59,11 @@ class _Places:
         self.consumed = Word(segment.memory, base + CACHE_LINE)
         self.headers: list[np.ndarray] = []
         self.payloads: list[Any] = []
-        """uint8 [page_bytes] each: arrays, or tensors if the bulk is on a GPU."""
+        """uint8 [page_bytes] each, arrays or tensors."""
         self.chunks: list[tuple[tuple[int, int], ...]] = []
         """(offset, bytes) of each place's header and payload."""
         self.bulk_chunks: list[tuple[int, int] | None] = []
-        """(offset, bytes) of each place's payload in the segment's bulk, if any."""
+        """(offset, bytes) of each payload in the segment's bulk, if any."""
         pages_offset = base + _data_bytes(ring_pages)
         for place in range(ring_pages):
             offset = base + (_NUM_COUNTS + place) * CACHE_LINE
@@ -90,7 +89,7 @@ def _data_bytes(ring_pages: int) -> int:
 
 
 class PageRing:
-    """The receiver's end of a ring, in its memory; `create` makes one.
+    """The receiver's end of a ring; `create` makes one.
 
     One thread calls `arrived` and `close`; one other may call `wait`.
     """
@@ -230,7 +229,7 @@ class PageRingWriter:
         return self._num_written - self._places.consumed.load() < len(self._places.headers)
 
     def receiver_is_alive(self) -> bool:
-        """Return True while the ring's instance lives and has not closed the ring."""
+        """True while the ring's instance lives and has not closed the ring."""
         return self._places is not None and self._segment.owner_is_alive()
 
     def write(

@@ -51,11 +51,11 @@ class PeerRings:
         return (ring.arrived() for ring in self._rings.values())
 
     def has_lost(self, peer: int) -> bool:
-        """Return True if the connection of the peer's pages has ended; ask before `arrived`."""
+        """True if the connection of the peer's pages has ended; ask before `arrived`."""
         return self._rings[peer].has_lost_writer
 
     def has_place(self, peer: int) -> bool:
-        """Return True if the peer's ring has a place. Raises PeerLost if it never will."""
+        """True if the peer's ring has a place. Raises PeerLost if it never will."""
         writer = self._writers[peer]
         if not writer.has_place and not writer.receiver_is_alive():
             # Pages for others would wait behind this one, and their tickets stay open.

@@ -60,7 +60,7 @@ class Slots:
 
     @classmethod
     def of(cls, scheduler: SchedulerConfig, file_dir: str, page_bytes: int) -> Slots | None:
-        """Make an instance's slots; None without kv_offload. Raises as the constructor does."""
+        """Make an instance's slots; None without kv_offload. Raises what the constructor raises."""
         num_host, num_file = scheduler.offload_host_pages, scheduler.offload_file_pages
         if not num_host:
             return None

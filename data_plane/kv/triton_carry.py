@@ -16,7 +16,6 @@ from data_plane.model.attention_kinds.delta import NORM_EPS, DeltaConfig, DeltaW
 
 WRONG_STATE = tl.constexpr(32)
 BLOCK_V = 32
-"""Columns of a state in a program's registers at once."""
 
 
 def step_states(

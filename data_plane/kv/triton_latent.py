@@ -17,7 +17,6 @@ from data_plane.model.rope import RopeTable
 from data_plane.model.sizes import NUM_SCALES, token_bytes
 
 GROUPS = tl.constexpr(NUM_SCALES)
-"""Pieces of c_kv, each with a scale in FP8."""
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _BLOCK_H = 16
 

@@ -34,11 +34,10 @@ _MAX_MESSAGES = 16_384
 """Longest queue; the controller allows as many messages under way to a member."""
 _MAX_MESSAGE_BYTES = 256 << 20
 _REDIAL_S = 0.2
-"""Pause before a controller that refused this member is dialled again."""
+"""Pause before a refusing controller is dialled again."""
 SLICE_S = 1.0
 """Longest single wait for a controller; only slices count, so a stopped process has not waited."""
 _LAST_WORD_S = 2.0
-"""Longest wait for the controller to take the last message."""
 
 
 class ControllerLost(RuntimeError):
@@ -172,8 +171,8 @@ def await_controller(
 ) -> float:
     """Wait until a controller answers; return the rest of the time.
 
-    limit: the name of left_s, for people. parent: the process that could start a controller. Raises
-    ControllerLost if none answers in left_s, or the parent is gone.
+    limit: the name of left_s, for people. parent: may start a controller. Raises ControllerLost if
+    none answers in left_s, or the parent is gone.
     """
     ready = grpc.channel_ready_future(channel)
     while not _is_done(ready, min(SLICE_S, left_s)):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from nanocp.config.limits import LimitsConfig
 
 _BEATS = 4
-"""Beats within the time after which a silent member is lost."""
+"""In the time after which a silent member is lost."""
 _JOIN_S = 2.0
 
 

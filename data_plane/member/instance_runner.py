@@ -162,7 +162,7 @@ class DecodeLoop(TermLoop):
         return Left(tuple(self._instance.restarts()))
 
     def join(self) -> None:
-        """Wait, a bounded time, for the rings' watchers; closing the instance ends them.
+        """Wait for the rings' watchers, which closing the instance ends.
 
         A thread that outlives the interpreter would abort the process inside C++ code.
         """

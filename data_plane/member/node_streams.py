@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES = 16_384
 """For one instance."""
 _REPORT_WAIT_S = 0.002
-"""Longest wait of a window's report for those of the other instances."""
+"""Longest wait of a window's report for others."""
 _BEATS = 4
-"""Heartbeats within the time after which a silent node is lost."""
+"""In the time after which a silent node is lost."""
 
 
 class NodeStreams:

@@ -36,7 +36,6 @@ class StageLoop(TermLoop):
         super().__init__(link, tokens, segments, limits)
         self._stage = stage
         self._items: deque[PassPlan | LayerMoves | StagePrompt] = deque()
-        """Work in order, at most the passes in flight."""
         self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
         """Since the last report, by cause."""
 

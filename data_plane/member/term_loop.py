@@ -68,8 +68,8 @@ class TermLoop(ABC):
     def run(self) -> None:
         """Work until the controller asks for a shutdown, which raises ShutdownRequested.
 
-        After a failed wait for a peer, the controller decides whether the term ends; then the next
-        is joined. Any other exception is a failure of the member, or ControllerLost.
+        After a failed wait the controller decides whether the term ends; then the next is joined.
+        Any other exception is a failure of the member, or ControllerLost.
         """
         limit_s: float | None = self._limits.start_timeout_ms / 1000
         while True:

@@ -36,7 +36,6 @@ _MAX_BATCHES = 4096
 _MAX_UNSURE_TOKENS = 65_536
 """Tokens that may be on their way when a stream breaks."""
 _LAST_WORD_S = 2.0
-"""Longest wait at the end for a front end."""
 
 
 class TokenStreams:
@@ -154,7 +153,7 @@ class _Stream:
         return unsure
 
     def may_be_replaced(self) -> bool:
-        """Return True if another call may be tried."""
+        """True if another call may be tried."""
         return bool(self._call.done()) and time.monotonic() - self._opened_s > self._retry_s
 
     def abandon(self) -> None:

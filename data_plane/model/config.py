@@ -16,7 +16,6 @@ from data_plane.model.safetensors_reader import has_fp8
 
 _FORMS = "float32, bfloat16, float16, or fp8 (e4m3) with one scale for each block"
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files of ModelOpt, GPTQ's and AWQ's tools about quantized weights."""
 _MOST_EXPERTS = 1_000_000
 """The limit of layers times experts, listed before anything is read; Kimi-K2 has 23,000."""
 
@@ -38,10 +37,8 @@ class ModelConfig:
     expert_size: int
     num_shared_experts: int
     softmax_gate: bool
-    """True: DeepSeek-V2's gate, False: V3's.
-
-    V2: softmax scores, a group counts by its best expert, and no bias. V3: sigmoid scores, a group
-    counts by its best two experts, and a bias takes part in the choice.
+    """True: DeepSeek-V2's gate, softmax scores, groups by their best expert, no bias. False: V3's,
+    sigmoid scores, groups by their best two experts, a bias in the choice.
     """
     num_groups: int
     """Groups of experts; the gate chooses groups first."""

@@ -109,7 +109,7 @@ class Fields:
 
 
 def is_int(value: Any) -> bool:
-    """Return True for an integer of JSON, which true and false are not."""
+    """True for an integer of JSON, which true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

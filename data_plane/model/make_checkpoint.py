@@ -50,9 +50,9 @@ def make_checkpoint(
     """Write a checkpoint folder, tokenizer included; returns the number of parameters.
 
     preset: a key of PRESETS. dtype: float8_e4m3fn makes the matrices of attention and MLPs FP8 in
-    blocks, and all else bf16. overrides: fields of config.json. published_spelling: write
-    rope_theta and rope_scaling. Raises ValueError for an unknown preset, or a vocabulary too small
-    for the tokenizer.
+    blocks, all else bf16. overrides: fields of config.json. published_spelling: write rope_theta
+    and rope_scaling. Raises ValueError for an unknown preset, or a vocabulary too small for the
+    tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")

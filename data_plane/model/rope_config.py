@@ -14,7 +14,7 @@ class RopeConfig:
 
     theta: float
     interleaved: bool
-    """True if the checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
+    """True if rotated pairs are stored side by side (x0, x1), not as two halves."""
     yarn: YarnConfig | None = None
     llama3: Llama3Config | None = None
     """At most one of the two is there; neither: plain rope."""

@@ -135,8 +135,8 @@ class SafetensorsReader:
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
 
-        An FP8 weight is multiplied with its scales in fp32. Raises ValueError if the tensor or its
-        scales are missing or of a wrong shape, or the dtype is no float.
+        An FP8 weight is multiplied with its scales in fp32. Raises ValueError if either is missing
+        or of a wrong shape, or the dtype is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
         self.check_dtypes([name])
@@ -157,11 +157,11 @@ class SafetensorsReader:
             target.copy_(values)
 
     def is_fp8(self, name: str) -> bool:
-        """Return True for FP8 with scales; raises ValueError if it is missing."""
+        """True for FP8 with scales; raises ValueError if it is missing."""
         return self._fp8_block is not None and self._entry(name).dtype == _FP8
 
     def is_bf16(self, name: str) -> bool:
-        """Return True for bf16; raises ValueError if it is missing."""
+        """True for bf16; raises ValueError if it is missing."""
         return self._entry(name).dtype == "BF16"
 
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
@@ -251,8 +251,7 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make zeros in a mapping of their own, for passing values; no dimension may be 0.
 
-    The mapping returns to the system, where holes in the heap would stay: a fourth of an instance's
-    memory.
+    The mapping returns to the system; holes in the heap would stay.
     """
     import torch
 
@@ -304,7 +303,7 @@ def _wrong_dtype(path: Path, name: str, dtype: str) -> str:
 
 
 def has_fp8(folder: Path) -> bool | None:
-    """Return True if a tensor of the folder is FP8; None if weights are missing."""
+    """True if a tensor of the folder is FP8; None if weights are missing."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     index = _read_index(folder) if (folder / _INDEX).exists() else None
     if not names or not {*(index or {}).values()} <= {*names}:

@@ -1,4 +1,8 @@
-"""Sizes of stored tensors and of KV, from config.json alone, without torch."""
+"""Sizes of stored tensors and of KV, from config.json alone: no torch is needed to know them.
+
+Enters: a ModelConfig, what is configured. Leaves: names and shapes, bytes. Does not know: files,
+frames.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from nanocp.values.plan import PAGE_SIZE
 NUM_SCALES = 4
 """Scales of one token's latent KV in FP8."""
 CARRY_DEPTH = 1
-"""Newest tokens of a row that are not folded into its recurrent state."""
+"""A row's newest tokens, not folded into its recurrent state."""
 _CARRY_ALIGNMENT = 64
 _NOT_DENSE = ("kv_b_proj.weight", "eh_proj.weight")
 """W_UK and W_UV, which are absorbed, and weights that checkpoints publish in bf16."""
@@ -28,12 +32,12 @@ def token_bytes(rank: int, rope_dim: int) -> int:
 
 
 def item_bytes(data_plane: DataPlaneConfig) -> int:
-    """Return the bytes of a number of the configured dtype."""
+    """Bytes of a number of the configured dtype."""
     return 2 if data_plane.dtype == "bfloat16" else 4
 
 
 def page_bytes(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
-    """Return the bytes of a page of all layers. Raises ValueError if KV cannot be in FP8."""
+    """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
     kind, num_tokens = model.attention, PAGE_SIZE * model.num_kept_layers
     if data_plane.kv_dtype == "fp8":
         rank = kind.fp8_rank()
@@ -55,8 +59,7 @@ def carry_layout(
 ) -> tuple[tuple[CarryField, ...], int]:
     """Return the fields of a row's state in each linear attention layer, and its bytes.
 
-    depth: newest tokens outside the state. Records have one place more, which other heads' programs
-    may still read.
+    depth: newest tokens outside the state. Records have one place more.
     """
     places, heads = depth + 1, delta.num_heads
     fields, offset = [], 0
@@ -81,7 +84,7 @@ def carry_bytes(model: ModelConfig, item_bytes: int, depth: int = CARRY_DEPTH) -
 
 
 def carry_pages(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
-    """Return the pages of a row's recurrent state, or 0."""
+    """Pages that a row's state takes; 0: the model has no linear attention layers."""
     return -(-carry_bytes(model, item_bytes(data_plane)) // page_bytes(model, data_plane))
 
 
@@ -170,12 +173,12 @@ def output_name(config: ModelConfig, index: int) -> str:
 
 
 def is_packed(name: str, shape: Sequence[int]) -> bool:
-    """Return True for a matrix in the dtype of the weights; a gate's is fp32."""
+    """True for a matrix in the dtype of the weights; a gate's is fp32."""
     return len(shape) == 2 and not name.endswith(".gate.weight")
 
 
 def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
-    """Return True if gpu/deep_gemm.py reads a dense layer's weight in FP8, if stored so.
+    """True if gpu/deep_gemm.py reads a dense layer's weight in FP8, if stored so.
 
     False for hybrid models' layers, and for weights that end inside a block, but for kv_a, the last
     of its layer.

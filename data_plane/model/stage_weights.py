@@ -79,7 +79,7 @@ class StageWeights:
         return [each.result() for each in gone if each.done() and not each.exception()]
 
     def has(self, layer: int) -> bool:
-        """Return True if the layer is here."""
+        """True if the layer is here."""
         return self._layers[layer].done()
 
     def layer(self, layer: int) -> LayerWeights:

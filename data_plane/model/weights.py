@@ -160,13 +160,13 @@ def open_tensors(
 
 
 def stores_bf16(path: str | Path, config: ModelConfig) -> bool:
-    """Return True if every matrix but gates' is in bf16; ValueError naming missing tensors."""
+    """True if every matrix but gates' is in bf16; ValueError naming missing tensors."""
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     return all(reader.is_bf16(name) for name, shape in shapes.items() if is_packed(name, shape))
 
 
 def stores_fp8_experts(path: str | Path, config: ModelConfig) -> bool:
-    """Return True if every matrix of experts is in FP8; ValueError naming missing tensors."""
+    """True if every matrix of experts is in FP8; ValueError naming missing tensors."""
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     others = stored_shapes(config, range(0))
     return all(reader.is_fp8(name) for name in shapes if name not in others)
@@ -188,12 +188,11 @@ def load_weights(
     progress: Progress = say_nothing,
     packing: Packing | None = None,
 ) -> ModelWeights:
-    """Read a checkpoint's weights and prepare them.
+    """Read a checkpoint's weights and prepare them, with at most one stored tensor beside them.
 
-    dtype: of all weights but gates (fp32), and FP8 or bf16 matrices that `packing` keeps. At most
-    one tensor as stored, or a layer's fused projection, stands beside the result. Raises ValueError
-    naming missing tensors, before any is read, or the file and tensor that is truncated or has
-    another shape.
+    dtype: of all weights but gates (fp32), and FP8 or bf16 matrices that `packing` keeps. Raises
+    ValueError naming missing tensors, before any is read, or the file and tensor that is truncated
+    or has another shape.
     """
     reader, shapes = open_tensors(path, config, experts)
     return WeightLoader(

@@ -1,7 +1,7 @@
 """The experts of one instance on the CPU: each row's weighted sum over its experts that are here.
 
-The GPU's sibling is grouped.py. Legend: T rows, X hidden, K experts a row, I expert width, M pairs
-of a row and an expert here, B rows of this instance's batch.
+The GPU's sibling is grouped.py. Legend: T rows, X hidden, K experts a row, M pairs of a row and an
+expert here, B rows of the batch.
 """
 
 from __future__ import annotations

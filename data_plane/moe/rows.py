@@ -1,7 +1,7 @@
 """Rows on their way to experts and back: from a batch into regions, and their sums home.
 
-Plain torch: the slow reference of data_plane/native, for every CPU. The GPU's sibling is
-gpu/rows.py. Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
+Plain torch: the slow reference of data_plane/native. The GPU's sibling is gpu/rows.py. Legend:
+all_to_all_cpu.py's.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class NativeAttention:
     def __init__(self, call: Any, out_width: int, num_groups: int = 1, value_at: int = 0) -> None:
         """call: NativeKernels.attention_call. out_width: of a head's values.
 
-        num_groups: K/V heads; latent KV is one for all heads. value_at: offset of the first group's
-        values.
+        num_groups: K/V heads, 1 for latent KV. value_at: offset of the first group's values.
         """
         self._call, self._out_width = call, out_width
         self._num_groups, self._value_at = num_groups, value_at

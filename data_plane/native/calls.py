@@ -156,7 +156,7 @@ _ON_PROCESSORS = (
     "attention",
     "delta",
 )
-"""Functions with the processors as first argument, before their signature."""
+"""Functions whose first argument is the processors."""
 
 
 _FORMS = {

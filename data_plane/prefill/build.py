@@ -57,8 +57,7 @@ def build_prefill_stage(
 ) -> PrefillStage:
     """Load the layers of one of `prefill.stages`, every expert included; none of them samples.
 
-    segments: of the stages. Raises ValueError naming the checkpoint's fault, or that the model
-    exceeds this machine's free memory.
+    Raises ValueError naming the checkpoint's fault, or that the model exceeds the free memory.
     """
     model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
@@ -114,7 +113,11 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
 
 
 def _refuse_too_large(config: Config, model: ModelConfig) -> None:
-    """Raise ValueError if the model exceeds the free memory: the system would kill the process."""
+    """Raise ValueError if the model does not fit: the system would kill the process half-way.
+
+    It is compared with the memory that is free now. Instances share the rest: each loads its own
+    experts, and all of attention.
+    """
     needed = prefill_bytes(model, config.data_plane, config.cluster.bounds.max_rows)
     available = psutil.virtual_memory().available
     if needed > available:

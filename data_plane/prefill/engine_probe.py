@@ -39,9 +39,9 @@ class EngineProbe:
         probe: Probe,
         segments: Segments,
     ) -> None:
-        """Make a ring for each engine, in segments of a term that does not change.
+        """Make a ring for each engine. Raises what PageRing.create raises.
 
-        Raises as PageRing.create does.
+        segments: the member's own, of a term that does not change.
         """
         self._prefill, self._data_plane, self._limits = prefill, data_plane, limits
         self._probe = probe

@@ -123,7 +123,6 @@ class ExternalLoop:
         self._unprobed = {engine.index for engine in self._pool.engines}
         self._term = 0
         self._is_ready = False
-        """True once every engine has been probed and one is up."""
         self._reported: EnginesNow | None = None
         self._report_at = 0.0
 

@@ -1,7 +1,7 @@
 """A stage of the prefill: `python -m data_plane.prefill.prefill_stage`, or a thread of the prefill.
 
-It sends KV of its layers into the instances' rings, and log probabilities of prompts to front ends.
-As a process it ends when the pipe to the prefill does.
+It sends KV of its layers to instances, and log probabilities of prompts to front ends. As a process
+it ends with the pipe to the prefill.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StageEnd(NamedTuple):
     """A stage's end of its connection to the prefill."""
 
     recv: Callable[[], Any]
-    """Wait for the next message; None is the last. Raises EOFError if the prefill is gone."""
+    """Waits for the next message; None is the last. Raises EOFError if the prefill is gone."""
     send: Callable[[Any], None]
 
 
@@ -64,7 +64,7 @@ class PagesOfStage(Protocol):
 
     @property
     def stage(self) -> StageEdge[Any]:
-        """The runner of passes."""
+        """What runs passes."""
 
     def part(self, ticket: int, page: int) -> tuple[int, Any]:
         """Return the stage's part of a computed page: the bytes before it, and its bytes."""

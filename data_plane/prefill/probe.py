@@ -26,7 +26,7 @@ _LARGE = 8.0
 _MAX_ROW_ERROR = 2**-6
 """Two units in the last place of bfloat16, for the largest value of a row."""
 _STATE_SHARES = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
-"""Largest error of a recurrent state, as a share of its size: it sums over tokens."""
+"""Largest error of a recurrent state, as a share of its size."""
 
 
 class Probe(Protocol):

@@ -63,8 +63,9 @@ class PassScheduler(Protocol):
 def run_staged_prefill(spec: MemberSpec) -> None:
     """Run the prefill and its stages until the controller asks for a shutdown.
 
-    `spec.planner`: callable(config) -> PassScheduler; `spec.factory` makes a PagesOfStage. Raises
-    FailureReported or ControllerLost if the prefill or a stage failed.
+    `spec.planner` names a callable(config) that makes a PassScheduler, and `spec.factory` what
+    makes a prefill_stage.PagesOfStage. Raises FailureReported or ControllerLost if the prefill, or
+    one of its stages, failed.
     """
     with running(spec) as (link, held):
         own = spec.config.of_prefill_stages

@@ -22,8 +22,8 @@ def let_others_in() -> None:
     """Let threads that wake up on this thread's processor run at once from now on.
 
     Linux lets them wait for the rest of a slice, a millisecond or more; a network card would not.
-    So this thread gets longer slices (Linux 6.12 or later), unlike threads started before. In a
-    process with a real-time priority (`chrt -f 10`, for a busy machine) it takes the one below.
+    So this thread gets longer slices (Linux 6.12 or later). In a process with a real-time priority
+    (`chrt -f 10`, for a busy machine) it takes the one below.
     """
     policy = os.sched_getscheduler(0)
     if policy in (os.SCHED_FIFO, os.SCHED_RR):
@@ -36,10 +36,9 @@ def let_others_in() -> None:
 
 
 class LateExchange(ShmExchange):
-    """An end of the exchange that publishes each put after the time of a link.
+    """An end of the exchange that publishes each put, in order, after the time of a link.
 
-    The sender goes on at once; puts keep their order. Latency and rate change only while no put is
-    on its way.
+    Latency and rate change only while no put is on its way.
     """
 
     late_s = 0.0

@@ -75,9 +75,9 @@ class TimedStages:
         num_stages: int,
         slowness: Sequence[float] | None = None,
     ) -> None:
-        """Load all stages. Raises as build_stage does.
+        """Load all stages. Raises what build_stage does.
 
-        slowness: factor of each stage's processor time: 2 is a host of half the speed.
+        slowness: for each stage, what its processor's time counts: 2 is a host of half the speed.
         """
         self._cluster_id = f"profile-{secrets.token_hex(4)}"
         segments = Segments(self._cluster_id)

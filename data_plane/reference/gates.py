@@ -30,7 +30,7 @@ class ReferenceGates:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.near_ties: list[GateDecision] = []
-        """Near-ties of all forwards since the list was last cleared, by layer."""
+        """Near-ties since the list was last cleared, by layer."""
         self.decided_otherwise: Set[GateDecision] = frozenset()
         """Near-ties in which the next forwards take the other choice."""
         routers = [
@@ -74,7 +74,7 @@ def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def _is_softmax(router: Any) -> bool:
-    """Return True for softmax scores: only gates of sigmoids have a bias."""
+    """True for softmax scores: only gates of sigmoids have a bias."""
     return not hasattr(router, "e_score_correction_bias")
 
 

@@ -17,7 +17,7 @@ import torch
 from data_plane.reference.gates import GateDecision, ReferenceGates
 
 NEAR_TIE = 1e-5
-"""A token is also right if its logit is this close to the highest: fp32 sums depend on order."""
+"""A logit this close to the highest is right too: fp32 sums depend on order."""
 _ATTENTION = "sdpa_of_equal_widths"
 _SCALE = "_scale_inv"
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
@@ -33,10 +33,8 @@ class Verdict:
     first_wrong: int | None
     """Index of the first wrong token, or None."""
     near_ties: int
-    """Near-ties decided otherwise than by the reference.
-
-    Tokens within NEAR_TIE of the argmax, and gates' choices within GATE_NEAR_TIE that had to be
-    changed for the output to be right.
+    """Near-ties decided otherwise than by the reference: tokens within NEAR_TIE of the argmax, and
+    gates' changed choices within GATE_NEAR_TIE.
     """
 
     @property

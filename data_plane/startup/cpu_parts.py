@@ -1,4 +1,8 @@
-"""Kernels and attention of a CPU, for an instance, a stage and a profile alike."""
+"""What computes on a CPU, for an instance, a stage and a profile alike.
+
+Enters: Config, the model, its folder. Leaves: kernels and attention, and a sentence for each
+choice. Does not know: frames, what they compute for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class CpuParts(NamedTuple):
 
 
 def cpu_parts(data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path) -> CpuParts:
-    """Choose them. Raises ValueError naming the configured choice that cannot run here."""
+    """Choose them. Raises ValueError naming what is configured and cannot run here."""
     dtype = torch_dtype(data_plane)
     kernels, kernels_choice = kernels_for(data_plane, model, checkpoint)
     site = AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype)
@@ -38,7 +42,7 @@ def cpu_parts(data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path)
 
 
 def kernels_for(own: DataPlaneConfig, model: ModelConfig, checkpoint: Path) -> tuple[Kernels, str]:
-    """Choose the kernels for a checkpoint's weights, as step.cpu_kernels.cpu_kernels does."""
+    """Choose the kernels for a checkpoint's weights; see step.cpu_kernels.cpu_kernels."""
     dtype = torch_dtype(own)
     keeps_bf16 = dtype == torch.float32 and stores_bf16(checkpoint, model)
     return cpu_kernels(own.cpu_kernels, dtype, own.threads_per_instance, keeps_bf16)

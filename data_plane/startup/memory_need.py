@@ -61,10 +61,10 @@ def memory_need(
     has_lanes: bool,
     stores_bf16: bool,
 ) -> MemoryNeed:
-    """Return the need of each instance of the cluster of `config`.
+    """Compute what each instance of the cluster that `config` describes needs.
 
-    Experts in FP8 stay so on a GPU, and with deep_gemm dense layers too. stores_bf16: of the
-    checkpoint, which native kernels keep. Raises ValueError if the model's KV cannot be in FP8.
+    stores_bf16: of the checkpoint, which native kernels keep. Raises ValueError if the model's KV
+    cannot be in FP8.
     """
     num_instances, redundant = cluster.num_instances, cluster.redundant_experts
     each = item_bytes(data_plane)
@@ -104,9 +104,10 @@ def memory_need(
 
 
 def prefill_bytes(model: ModelConfig, data_plane: DataPlaneConfig, max_rows: int) -> int:
-    """Return the bytes of weights and states of an embedded prefill with the whole model.
+    """Bytes of the weights and states of an embedded prefill: one process with the whole model.
 
-    An MTP layer has no experts here.
+    Of an MTP layer it has no experts. What it computes with comes on top: some hundred MB after
+    long prompts.
     """
     each = item_bytes(data_plane)
     shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
@@ -115,9 +116,10 @@ def prefill_bytes(model: ModelConfig, data_plane: DataPlaneConfig, max_rows: int
 
 
 def check_memory(cluster: ClusterConfig, need: MemoryNeed) -> None:
-    """Check the need of this machine's instances, before anything is allocated.
+    """Check what the instances of this machine need, before anything is allocated.
 
-    Raises ValueError, naming the field and the sizes, if it exceeds the machine's memory.
+    stores_bf16: see memory_need. Raises ValueError, naming the field and the sizes, if it is more
+    than the machine has.
     """
     num_instances = min(cluster.num_instances, cluster.instances_per_node)
     frames, gb = cluster.num_frames * need.page, 1e9
@@ -145,9 +147,9 @@ class StageNeed:
 def stage_needs(
     model: ModelConfig, pipeline: PipelineConfig, data_plane: DataPlaneConfig, stores_bf16: bool
 ) -> list[StageNeed]:
-    """Return the need of each stage of the pipeline of `config`.
+    """Compute what each stage of the pipeline that `config` describes needs.
 
-    Raises ValueError if stages and layers do not fit.
+    stores_bf16: see memory_need. Raises ValueError if stages and layers do not fit.
     """
     each = item_bytes(data_plane)
     matrix_bytes = 2 if keeps_bf16(data_plane, stores_bf16) else each
@@ -169,7 +171,7 @@ def stage_needs(
 
 
 def keeps_bf16(data_plane: DataPlaneConfig, stores_bf16: bool) -> bool:
-    """Return True if a checkpoint's bf16 matrices stay bf16 beside fp32 rows."""
+    """Whether instances keep a checkpoint's bf16 matrices, though they compute in fp32."""
     is_native = data_plane.device == "cpu" and data_plane.cpu_kernels != "torch"
     return stores_bf16 and is_native and data_plane.dtype == "float32"
 
@@ -182,9 +184,10 @@ def smallest_cluster(
     stores_bf16: bool,
     room: float,
 ) -> int | None:
-    """Return the fewest instances, from those of `config` on, that leave room for some frames.
+    """Find the fewest instances, from those of `config` on, that leave room for some frames.
 
-    usable, reserve: bytes of an instance's memory, and of neither frames nor weights. Or None.
+    stores_bf16: see memory_need. usable, reserve: bytes of an instance's memory, and of what frames
+    and weights may not take. Returns None if more instances do not help.
     """
     fewest = cluster.num_instances
     for number in range(fewest, max(model.num_experts, fewest) + 1):

@@ -94,8 +94,8 @@ def moe_backends(
 ) -> MoeBackends:
     """Choose the experts' GEMM and the dispatch. experts: of this instance.
 
-    fused_obstacle: why a MoE layer cannot be one call here; empty if it can. Raises ValueError
-    naming the configured choice that this device cannot do.
+    fused_obstacle: why a MoE layer cannot be one call here. Raises ValueError naming the configured
+    choice that cannot run.
     """
     data_plane, dtype = config.data_plane, torch_dtype(config.data_plane)
     if device.type == "cuda":
@@ -151,7 +151,7 @@ def model_of(config: Config, checkpoint: Path) -> ModelConfig:
 
 
 def with_carry(config: Config, checkpoint: Path) -> Config:
-    """Return the configuration with the pages of its model's recurrent states."""
+    """The configuration, with the pages that a row's state takes of the model it is for."""
     return config.with_carry(carry_pages(model_of(config, checkpoint), config.data_plane))
 
 

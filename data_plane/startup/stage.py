@@ -1,4 +1,8 @@
-"""Start-up of a stage of a pipeline, on the CPU."""
+"""Start-up of a stage of a pipeline, on the CPU.
+
+Enters: Config, checkpoint folder, which stage of which cluster. Leaves: a ModelStage, not yet
+connected. Does not know: what starts it, gRPC, Ray.
+"""
 
 from __future__ import annotations
 

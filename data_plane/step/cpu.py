@@ -318,7 +318,6 @@ class _Step:
         self.position_B = torch.from_numpy(rows.position)
         self.live_B = torch.from_numpy(rows.live)
         self.received_is_read = False
-        """True once a layer has read the live flags and positions of received rows."""
         self.carried: CarryRows | None = None
         if carry is not None:
             frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)

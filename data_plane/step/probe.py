@@ -10,9 +10,8 @@ from data_plane.moe.all_to_all_cpu import MoePhase
 Phase = Literal["step", "attention", "exchange"] | MoePhase
 """A part of a step; a step is in one phase at a time.
 
-step: before the first layer and after the last. attention: over own frames, for own and received
-rows. exchange: both routes, the merge, and other work for peers' rows. MoePhase has the rest; other
-is all else of a layer.
+step: before the first layer and after the last. attention: over own frames. exchange: routes, the
+merge, and other work for peers' rows. MoePhase has the rest; other is all else of a layer.
 """
 
 Probe = Callable[[Phase], None]

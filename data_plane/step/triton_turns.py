@@ -19,9 +19,9 @@ def next_turn_kernel(
     """Program r: set up row r for a turn, unless the host has.
 
     ids_ptr [1 + T, ids_stride] int64: the step's tokens, then each turn's drafts. The first turn
-    takes the step's tokens behind right drafts, and writes the row's last step row among them and
-    the position after it, last_ptr and after_ptr [rows] int64. A later turn takes the last draft,
-    and the MTP layer's row (drafted_ptr) for hidden_ptr, both [B, hidden_size].
+    takes the step's tokens behind right drafts, and writes the row's last such step row and the
+    position after it, last_ptr and after_ptr [rows] int64. A later one takes the last draft, and
+    drafted_ptr for hidden_ptr, both [B, hidden_size].
     """
     if tl.load(by_host_ptr) != 0:
         return

@@ -236,7 +236,7 @@ class Exchange(Protocol):
         """Wait for the source's put; return read-only views, by field name, of its region.
 
         They are valid until this instance replies. Raises TermOver, or PeerLost, ExchangeTimeout or
-        EpochError, which name channel, source and epoch.
+        EpochError, which name the put.
         """
 
     def wait_any(self, awaited: Sequence[Awaited]) -> None:

@@ -151,8 +151,8 @@ class Word:
     ) -> int | None:
         """Block until the word is `value` or more; return the word's value.
 
-        Returns None after the timeout, or once `go_on()`, asked at least every tick, is False, but
-        not if the value came before.
+        Returns None after the timeout, or once `go_on()`, asked at least every tick, is False,
+        unless the value is there.
         """
         cell = self._cell
         for _ in range(_NUM_POLLS):

@@ -35,7 +35,7 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
 _START_PAUSES = 6
 """Before the first term, as an operator waits."""
 _LOOK_S = 0.05
-"""Between two checks of the term."""
+"""A pause looks so often whether the term is over."""
 
 
 class Segment(Protocol):
@@ -61,7 +61,7 @@ class Segment(Protocol):
         """
 
     def owner_is_alive(self) -> bool:
-        """Return True while the owner's process lives."""
+        """True while the owner's process lives."""
 
     def claim(self) -> bool:
         """Become the segment's only writer until this process ends; False if there is another."""
@@ -93,9 +93,10 @@ class Segments:
     ) -> None:
         """Nothing is shared or served before `own` and `attach`.
 
-        server: where processes of other nodes attach. is_always_tcp: use TCP also within a node.
-        nixl: sends pages to any node, puts: the exchange's puts; both need the owner's server.
-        term: by default the first, which does not end.
+        server: where processes of other nodes attach; None if none can. is_always_tcp: use TCP also
+        within a node. node: this node's identity, by default `node_identity()`. nixl: sends pages,
+        to any node; it needs the owner's server. term: in which segments are made and attached, by
+        default the first, which does not end. puts: sends what the exchange puts, likewise.
         """
         self.cluster_id = cluster_id
         self.term = term or Term()
@@ -119,11 +120,11 @@ class Segments:
         self._peers = peers
 
     def is_there(self, instance: int) -> bool:
-        """Return True if the instance is in the term."""
+        """True if the instance is in the term."""
         return not self._peers or self._peers[instance] is not None
 
     def is_shared(self, instance: int) -> bool:
-        """Return True if the instance's segments are mapped, False if TCP reaches them."""
+        """True if the instance's segments are mapped, False if TCP reaches them."""
         if not self._peers:
             return True
         return not self._is_always_tcp and self._place(instance).node == self.node
@@ -143,9 +144,10 @@ class Segments:
     ) -> OwnedSegment:
         """Make an OwnedSegment of this process in the present term.
 
-        page_bytes: for pages, after the data or, with NIXL, in `bulk`. has_puts: for the exchange's
-        puts; by NIXL, `bulk` is then for its messages. Waits a bounded time for room. Also raises
-        TermOver.
+        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange
+        puts into it, and where it does so by NIXL, `bulk` is for its messages. Waits a bounded time
+        for room: the last term's segments are free once every peer has let go of them. Raises
+        TermOver besides.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
@@ -186,8 +188,8 @@ class Segments:
         """Return the instance's segment of this kind, once it exists.
 
         writer: a name, unique at a time. block: (offset, bytes) that it writes for the exchange.
-        Raises ExchangeTimeout or PeerLost, which name the instance, TermOver, or ValueError if the
-        instance cannot be reached or has another configuration.
+        Raises ExchangeTimeout or PeerLost, which name the instance, TermOver, or ValueError for
+        another configuration.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         by_nixl = has_pages and self._nixl is not None
@@ -206,7 +208,7 @@ class Segments:
         return TcpSegment(*where)
 
     def is_owned(self, kind: str, instance: int, term: int) -> bool:
-        """Return True if an instance on this node still has its segment of this kind, in a term."""
+        """True if an instance on this node still has its segment of this kind, in a term."""
         return is_owned(segment_name(self.cluster_id, term, kind, instance))
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class SegmentServer(Protocol):
     """The way into a segment for writers that cannot map it: tcp_server.TcpSegmentServer."""
 
     def is_attached(self, segment: str, writer: str) -> bool | None:
-        """Return True while the writer is attached, None if it never was."""
+        """True while the writer is attached, None if it never was."""
 
     def send_word(self, segment: str, offset: int, value: int) -> None:
         """Send a word of the segment to its attached writers."""
@@ -125,7 +125,7 @@ class OwnedSegment:
         self.served_words: tuple[Word, ...] = ()
         """Sent to a writer that attaches through the server."""
         self.bulk: Any = None
-        """Memory for pages apart from the segment, uint8, if they come by NIXL; else None."""
+        """Memory for pages apart from the segment, uint8, if they come by NIXL."""
         self.grant = b""
         """The permission to write into `bulk`."""
         self.progress: Callable[[], None] | None = None
@@ -149,7 +149,7 @@ class OwnedSegment:
             self.server.send_word(self.name, word.offset, value)
 
     def is_attached(self, writer: str) -> bool | None:
-        """Return True while a writer attached by the server is there; None if none did."""
+        """True while a writer attached by the server is there; None if none did."""
         return None if self.server is None else self.server.is_attached(self.name, writer)
 
     def close(self) -> None:
@@ -239,8 +239,8 @@ def _link(fd: int, name: str) -> None:
 class PeerSegment:
     """An instance's segment on this node, mapped for reading and writing; a segments.Segment.
 
-    Waits until it exists. Raises ExchangeTimeout after a limit, TermOver if the term ends
-    meanwhile, PeerLost if its owner is dead, ValueError if another version made it.
+    Waits until it exists. Raises ExchangeTimeout, TermOver, PeerLost if its owner is dead,
+    ValueError if another version made it.
     """
 
     def __init__(self, name: str, instance: int, timeout_ms: float, term: Term) -> None:
@@ -270,7 +270,7 @@ class PeerSegment:
         word.store(value)
 
     def owner_is_alive(self) -> bool:
-        """Return True while the owner's process lives; takes about a microsecond."""
+        """True while the owner's process lives; takes about a microsecond."""
         assert self._fd is not None, f"{self.name} is closed"
         return _owner_is_alive(self._fd)
 
@@ -354,7 +354,7 @@ def unlink_cluster(cluster_id: str) -> list[str]:
 
 
 def is_owned(name: str) -> bool:
-    """Return True if a living owner has a segment of this name; a dead one's is removed."""
+    """True if a living owner has a segment of this name; a dead one's is removed."""
     return not _unlink_if_dead(name)
 
 

@@ -1,9 +1,14 @@
 """The exchange through shared memory and, to other nodes, TCP or NIXL (Linux on x86-64).
 
-Peers on the node write the receiver's segment in place; for others its thread does (tcp/server.py),
-or the reader of a message by NIXL (nixl/puts.py). Each peer has a block, of two regions for each
-channel: a flag in its own cache line, the count of rows if any, and the rows, fields side by side.
-A flag is epoch + 1, so a fresh segment has no epoch 0.
+Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
+in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
+
+Peers on the receiver's node write its segment in place. For the others a thread of the receiver
+does (tcp/server.py), or whoever looks for what came by NIXL (nixl/puts.py). A segment has one block
+for each other instance. A block has two regions for each channel, one for each parity: a flag in a
+cache line of its own, the count of rows if there is one, and the rows. All fields of a row are side
+by side, so that what was written is one run of bytes. A flag is epoch + 1, so that a fresh segment,
+which is all zeros, has no epoch 0.
 """
 
 from __future__ import annotations
@@ -84,7 +89,7 @@ class ShmExchange(Exchange):
         self._awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers reached by TCP or NIXL."""
+        """Peers that are reached by TCP or NIXL."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()
@@ -163,7 +168,7 @@ class ShmExchange(Exchange):
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Return both flags' addresses; peers on other nodes still need `put`."""
+        """The addresses of both flags; a peer that is reached by TCP or NIXL must be put to."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
         return Flags(None if peer in self._remote else outgoing, incoming)
@@ -250,10 +255,10 @@ class ShmExchange(Exchange):
         )
 
     def _is_alive(self, source: int) -> bool:
-        """Return True while the source's process, or its connection, lives.
+        """True while the source's process, or its connection, lives.
 
-        Puts by TCP come before the connection ends; the last puts by NIXL may be lost with their
-        writer.
+        If it attached by a connection, that is asked. Puts by TCP come before the connection ends;
+        of puts by NIXL the last ones may be lost with their writer.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached

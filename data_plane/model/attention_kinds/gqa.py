@@ -53,7 +53,6 @@ class GqaConfig:
     rope_dim: int
     """Width of the rotated first part of a head."""
     has_bias: bool
-    """True if the projections of queries, keys and values add a bias."""
     has_norms: bool
     norm_eps: float
     has_gate: bool = False

@@ -207,8 +207,7 @@ class MlaConfig:
     def least_plain_chunk(self) -> int:
         """Tokens of a chunk from which plain keys and values cost less.
 
-        They take R * (N + V) products a head and key, then the wider of N + P and V a query, not
-        twice R + P.
+        They take R * (N + V) products a head and key, but a query then takes fewer than 2 (R + P).
         """
         saved = 2 * (self.kv_width - max(self.nope_dim + self.rope_dim, self.value_dim))
         made = self.kv_lora_rank * (self.nope_dim + self.value_dim)

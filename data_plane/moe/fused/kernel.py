@@ -60,7 +60,6 @@ _NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is
 _BLOCK_PAIRS = tl.constexpr(128)
 _BLOCK_COUNTERS = tl.constexpr(1024)
 _POLLS_A_LOOK = tl.constexpr(1024)
-"""A program's polls between two looks at the host's memory."""
 
 
 @triton.jit

@@ -47,7 +47,7 @@ class GateTiles(NamedTuple):
     columns: int
     depth: int
     parts: int
-    """Pieces of the depth, each a task: a gate has too few columns for all programs."""
+    """Pieces of the depth, each a task."""
 
 
 class FusedTiles(NamedTuple):
@@ -81,7 +81,7 @@ def tiles_for(dtype: torch.dtype, is_fp8: bool) -> FusedTiles:
 
 
 def fused_obstacle(properties: Any, dtype: torch.dtype, expert_backend: str, num_nodes: int) -> str:
-    """Return the reason why a fused MoE layer cannot run; empty if it can.
+    """Return why a fused MoE layer cannot run; empty if it can.
 
     properties: torch's of the GPU.
     """
@@ -120,8 +120,8 @@ class FusedMoe:
     ) -> None:
         """num_here: most experts here in a layer, without shared ones.
 
-        max_rows: the same on every instance. is_fp8: experts are in FP8. num_programs: of a launch,
-        by default as many as fit the GPU. The exchange may be attached later.
+        max_rows: the same on every instance. is_fp8: of experts. num_programs: of a launch, by
+        default as many as fit the GPU.
         """
         self._exchange, self._device = exchange, device
         is_card = device.type != "cpu"

@@ -55,9 +55,7 @@ class FusedShape(NamedTuple):
     num_pairs: int
     """Pairs of arrived rows; shared experts' pairs follow."""
     max_items: int
-    """Items of the longest queue, plus one; also the bound of groups and row blocks, which shared
-    experts' follow.
-    """
+    """Bound of items, groups and row blocks, which shared experts' follow."""
     shared_blocks: int
     at_queue: int
     """[2, queues, max_items]: item + 1 (0: not published), and its drawn tasks."""
@@ -105,7 +103,7 @@ class FusedState(NamedTuple):
     count: Any
     """[N] int32: rows for each target."""
     row: Any
-    """[N, R] int32: the rows for each target, ascending."""
+    """[N, R] int32, ascending."""
     slot: Any
     """[N, R] int32: -1: the row does not go there."""
     size: Any
@@ -115,14 +113,14 @@ class FusedState(NamedTuple):
     block: Any
     """[max_items + V * shared_blocks, 3] int32: expert, first of its pairs, pairs."""
     pair: Any
-    """[E + V, N * R] int32: pairs of each expert, in order of arrival; a shared one's are fixed."""
+    """[E + V, N * R] int32, in order of arrival; a shared expert's are fixed."""
     inner: Any
     """[num_pairs + V * R, I], in the dtype of the rows."""
     product: Any
     """[num_pairs + V * R, X], in the dtype of the rows."""
     statistic: Any
-    """[6] int64: sweeps, waves, polls without a task, rows sent and returned; on a GPU also
-    nanoseconds in tasks and launches.
+    """[6] int64: sweeps, waves, polls without a task, rows sent and returned; on a GPU nanoseconds
+    in tasks and launches.
     """
 
 
@@ -208,10 +206,9 @@ def field(base, offset, like_ptr):
 
 @triton.jit
 def rows_of(base, offset, like_ptr, region, S: tl.constexpr, WIDTH: tl.constexpr):
-    """Return a pointer to the rows of a region in a field of this width.
+    """Return a pointer to the rows of a region in a field of this width, with its alignment.
 
-    It states a row's alignment, a hint that the compiler forgets on a pointer of address plus
-    constant, and with 64-bit offsets.
+    The compiler forgets it on a pointer of address plus constant, and with 64-bit offsets.
     """
     return tl.multiple_of(field(base, offset, like_ptr) + region * (S.max_rows * WIDTH), 16)
 

@@ -35,7 +35,7 @@ from data_plane.moe.fused.state import (
 def announce(state, part, count, base, done_ptr, flag_ptr, epoch, S: tl.constexpr):
     """End a part of the `count` rows for a peer; the last part releases the flag.
 
-    base: the address of the peer's memory; 0 if it is not in the term, and has no flag.
+    base: the peer's memory; 0 outside the term.
     """
     if part == 0:
         tl.atomic_add(state.statistic + 3, count, sem="relaxed", scope="gpu")

@@ -133,7 +133,7 @@ def deep_ep_obstacle(
     max_rows: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return the reason why DeepEP cannot serve here; empty if it can."""
+    """Return why DeepEP cannot serve here; empty if it can."""
     if device.type != "cuda":
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
     if find_spec("deep_ep") is None:
@@ -161,7 +161,7 @@ def rows_obstacle(
     per_token: tuple[int, int],
     num_rows: int,
 ) -> str:
-    """Return the reason why low-latency kernels cannot carry such rows; empty if they can.
+    """Return why low-latency kernels cannot carry such rows; empty if they can.
 
     hidden_sizes: the compiled ones. per_token: experts of a row, and their maximum.
     """

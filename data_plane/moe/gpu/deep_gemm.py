@@ -1,8 +1,8 @@
 """DeepGEMM's FP8 GEMMs: a masked one as a backend of grouped experts, and one for dense layers.
 
 Public signature: tests/harness/gpu_stand_ins/published_packages.py. On Hopper it takes e4m3 with
-fp32 scales: 1 x 128 of the rows, 128 x 128 of the weights. It compiles each shape on first use, so
-it runs once before a capture.
+fp32 scales: 1 x 128 of the rows, 128 x 128 of the weights. Shapes compile on first use, before any
+capture.
 
 Legend: B rows, E experts, S slots of an expert, X columns in, K blocks of them, N columns out.
 """

@@ -1,10 +1,8 @@
 """The gate on a GPU in two launches: scores in pieces of the depth, then each row's choice.
 
-The slow reference is moe/gate.py. On the tensor cores a weight enters as the exact sum of three
-bf16 numbers, so a score's error is fp32's: at most (width + 3) * 2**-23 of the sum of the products'
+The slow reference, with the legend, is moe/gate.py. A weight enters as the exact sum of three bf16
+numbers, so a score's error is fp32's: at most (width + 3) * 2**-23 of the sum of the products'
 magnitudes.
-
-Legend: moe/gate.py's.
 """
 
 from __future__ import annotations

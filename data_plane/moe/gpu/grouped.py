@@ -67,7 +67,7 @@ class GroupedExperts:
         """Prepare the weights for `gemm`; FP8 ones need a gemm that takes them.
 
         place_E: [num_experts] int64, each expert's number among those here, or -1. gate_up_ENX: [E,
-        2I, X], gate, then up. down_EXI: [E, X, I]. num_shared: shared experts behind those.
+        2I, X]. down_EXI: [E, X, I]. num_shared: shared experts behind those.
         """
         self._gemm, self.place_E, self.num_shared = gemm, place_E, num_shared
         self.num_here = _num_experts(gate_up_ENX) - num_shared

@@ -112,8 +112,7 @@ class NixlEpExchange(LowLatencyExchange):
     def check(self) -> None:
         """Raise ExchangeTimeout, with the peer, or TermOver, if a wait for a peer was given up.
 
-        Such a kernel silently masks its peer and goes on with wrong rows. Waits for a launch and a
-        copy.
+        The kernel silently masked the peer. Waits for a launch and a copy.
         """
         if not self._connected:
             return
@@ -215,7 +214,7 @@ def nixl_ep_obstacle(
     num_instances: int,
     max_rows: int,
 ) -> str:
-    """Return the reason why NIXL-EP cannot serve here; empty if it can."""
+    """Return why NIXL-EP cannot serve here; empty if it can."""
     if device.type != "cuda":
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
     per_token = num_experts_per_token, _MAX_EXPERTS_PER_TOKEN

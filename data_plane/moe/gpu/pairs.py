@@ -2,7 +2,7 @@
 
 The slow reference is group_rows of tests/harness/kernels/slow_references.py. A pair's slot is
 expert * S + place; row r of the exchange's memory is (parity * N + source) * slots + slot. Shared
-experts follow the experts here, and every row of a batch visits them.
+experts follow the experts here; every row visits them.
 
 Legend: B rows, K experts a row, N instances, E experts here, S slots of an expert, X hidden, V
 shared experts.
@@ -24,7 +24,7 @@ from data_plane.transport.gpu.cuda_ipc import GpuExchange, Region
 
 _BLOCK_T = 128
 _NUM_GATHERERS = 528
-"""Programs that lay rows out: four for each multiprocessor of a Hopper GPU."""
+"""Programs that lay rows out: four a multiprocessor of a Hopper GPU."""
 
 
 @triton.jit
@@ -160,9 +160,7 @@ class Pairs:
     count_E: Tensor
     """[E + V] int32: used slots."""
     slot: Tensor
-    """[rows, K + V] int32, -1 for an expert elsewhere; rows of a region by source, then slot,
-    without the parity.
-    """
+    """[rows, K + V] int32, -1 for an expert elsewhere; rows of a region by source, then slot."""
 
     @property
     def place(self) -> tuple[Tensor, int, int, int]:
@@ -211,8 +209,8 @@ def find_arrived_pairs(
 ) -> Pairs:
     """Find the pairs of the rows that a wait for DISPATCH found in the exchange's memory.
 
-    x_BX, expert_BK: a batch, for dtypes and experts a row. count_N: [N] int32, rows from each
-    instance. place_E, num_here: as of `find_pairs`.
+    x_BX, expert_BK: a batch, for dtypes. count_N: [N] int32, rows from each instance. place_E,
+    num_here: as of `find_pairs`.
     """
     ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("expert", "hidden"))
     num_instances, per_row = len(count_N), expert_BK.shape[1]

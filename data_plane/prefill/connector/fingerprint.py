@@ -26,7 +26,6 @@ _FIELDS = (
     "rope_scaling",
     "rope_parameters",
 )
-"""Fields of config.json to name if they differ; the checksum covers all."""
 
 
 def fingerprint(folder: Path, dtype: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ class PagedKv:
     ) -> None:
         """layers: for each layer the parts of a page, such as keys and values.
 
-        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one, to
-        avoid copies. page: zeros, [layers, 64, width]. payload: converts a page for a ring.
+        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one.
+        page: zeros, [layers, 64, width]. payload: converts a page for a ring.
         """
         self._layers = layers
         self._block_size = block_size

@@ -65,7 +65,7 @@ class TicketedRequests:
         """max_held_blocks: of ended requests; with more, new tickets are refused as busy."""
         self._fingerprint = fingerprint
         self._engine = secrets.token_hex(8)
-        """This process's name: a restarted engine has another, and has passed no probe."""
+        """This process's name, unlike a restarted engine's."""
         self._max_held_blocks = max_held_blocks
         self._tracked: dict[str, _Tracked] = {}
         self._held: dict[str, int] = {}

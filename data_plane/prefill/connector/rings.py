@@ -19,7 +19,7 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 
 _ATTACH_MS = 2_000
-"""Longest wait for a ring, which exists before a ticket for it does."""
+"""Longest wait for a ring."""
 
 
 class PageWriters:
@@ -111,7 +111,7 @@ class PageWriters:
 
 
 def _is_own(host: str) -> bool:
-    """Return True for an address of this host: only such a one can be bound."""
+    """True for an address of this host: only such a one can be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -54,8 +54,7 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Sends the KV of each request with a ticket; it loads nothing.
 
     kv_connector_extra_config: `allowed`, networks that may be dialled (by default this host alone),
-    and `max_held_blocks` of ended requests. Raises ValueError for a model or a parallel layout
-    whose KV it cannot send.
+    and `max_held_blocks` of ended requests. Raises ValueError for KV that it cannot send.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -32,8 +32,8 @@ def state_views(
 ) -> tuple[Tensor, Tensor]:
     """Return the layer's inputs and states as of StateViews, without a copy. dtype: of the rows.
 
-    kept: vLLM's [B, S, C] or [B, C, S], and [B, H, V, K], which its CPU kernels take for [B, H, K,
-    V]. Raises ValueError for other shapes or dtypes.
+    kept: vLLM's [B, S, C] or [B, C, S], and [B, H, V, K], on a CPU [B, H, K, V]. Raises ValueError
+    for other shapes or dtypes.
     """
     inputs, state = kept
     wide = (delta.conv_size - 1, delta.num_channels)

@@ -27,7 +27,7 @@ from data_plane.transport.gpu.peer_memory import (
 _MAX_PROGRAMS = 16
 _MAX_BLOCK = 1024
 _POLLS_PER_MS = 1_000
-"""Polls of device memory in a millisecond: an estimate, not measured yet (docs/use/gpu.md)."""
+"""An estimate, not measured yet (docs/use/gpu.md)."""
 
 _FOLLOWS = {
     Channel.Q: (Channel.RES, 1),
@@ -88,8 +88,8 @@ class GpuExchange:
     ) -> None:
         """Prepare an end, which can put and wait after `attach`.
 
-        timeout_ms: the limit of each wait, counted in polls and so not exact. has_far_peers: rows
-        are packed, and each put has a second launch.
+        timeout_ms: of each wait, counted in polls. has_far_peers: rows are packed, and each put has
+        a second launch.
         """
         assert places.is_packed or not has_far_peers, "one put carries packed rows only"
         self._has_far_peers = has_far_peers
@@ -100,7 +100,7 @@ class GpuExchange:
         """By the GPU's clock."""
         self.table = torch.zeros(places.num_instances + 2, dtype=torch.int64, device=device)
         """[N + 2] int64, what captured steps know of a term: each instance's address (0: not in the
-        term, FAR: only NVSHMEM reaches it), the address of two words of the host, and the term's
+        term, FAR: only NVSHMEM reaches it), that of two words of the host, and the term's
         number.
         """
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -206,8 +206,8 @@ class GpuExchange:
     def wait(self, channel: Channel, count_N: Tensor) -> None:
         """Wait on the device, a bounded time, until the rows of every peer with a count are here.
 
-        count_N: [N] int32. A counted channel awaits every peer of the term and writes their counts
-        to count_N. `check` reports a failed wait.
+        count_N: [N] int32; a counted channel awaits every peer of the term and writes it. `check`
+        reports a failed wait.
         """
         from data_plane.transport.gpu.triton_exchange import wait_kernel
 
@@ -265,8 +265,7 @@ class GpuExchange:
     def check(self) -> None:
         """Wait for the device, and raise TermOver, ExchangeTimeout or EpochError if a wait failed.
 
-        Raises RuntimeError if a recurrent state was not of its row's position. Only the controller
-        judges whether a peer's process is gone.
+        Raises RuntimeError if a recurrent state was not of its row's position.
         """
         error = _WaitError._make(self.error.tolist())
         if error.code == 0:

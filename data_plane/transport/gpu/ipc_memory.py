@@ -59,9 +59,8 @@ class IpcMemory:
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
         """Make this instance's memory and map its peers', who all call this in the same term.
 
-        seats: with this one; one alone meets nobody. Raises ExchangeTimeout or PeerLost, which name
-        the peer, TermOver or CudaError; ValueError if a peer is on another node or has other
-        bounds.
+        seats: with this one. Raises ExchangeTimeout or PeerLost, which name the peer, TermOver or
+        CudaError; ValueError if a peer is on another node or has other bounds.
         """
         self.leave()
         peers = tuple(seat for seat in seats if seat != self._instance)

@@ -239,7 +239,7 @@ def nvshmem_obstacle(
     environment: Mapping[str, str] = os.environ,
     devices: Path = _DEVICES,
 ) -> str:
-    """Return the reason why NVSHMEM cannot serve here; empty if it may. It would end the process.
+    """Return why NVSHMEM cannot serve here; empty if it may. It would end the process.
 
     orders_writes: CudaRuntime.orders_writes. devices: the folder in which Linux lists network
     cards.

@@ -30,7 +30,7 @@ _COUNT = "count"
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
-    """Return the reason why this exchange cannot run on the device; empty if it can."""
+    """Return why this exchange cannot run on the device; empty if it can."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU, and this instance runs on the CPU"
     if not torch.cuda.is_available():

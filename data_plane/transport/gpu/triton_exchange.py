@@ -24,7 +24,7 @@ TERM_OVER = tl.constexpr(16)
 """Added to the error word's first number: the term was over."""
 _FAR = tl.constexpr(FAR)
 _POLLS_A_LOOK = tl.constexpr(64)
-"""Polls of device memory between two looks at the more distant host's memory."""
+"""Polls of device memory between two looks at the host's."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _field(
 ):
     """Return a pointer to a slot of a field, of the type of like_ptr.
 
-    Its alignment of 16 bytes is said: else the compiler would store 2 bytes at a time.
+    With its alignment of 16 bytes, else the compiler would store 2 bytes at a time.
     """
     field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
     if ROW_BYTES:

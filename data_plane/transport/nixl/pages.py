@@ -79,7 +79,7 @@ class NixlAgent:
             raise ValueError(f"NIXL does not start ({error}): {_LEAVE_A_WAY}") from error
         self._device = device
         self._registered: dict[int, Any] = {}
-        """(NIXL's registration, memory) by address; the memory must outlast the registration."""
+        """(NIXL's registration, memory, which must outlast it) by address."""
         self._kept: list[Any] = []
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:

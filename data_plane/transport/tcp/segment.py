@@ -42,9 +42,8 @@ _DIAL_AGAIN_S = 0.02
 class TcpSegment:
     """A peer's segment on another node, for one thread; a segments.Segment.
 
-    `memory` is a mirror, of which chunks are sent. Raises ExchangeTimeout if the segment cannot be
-    attached in time, TermOver if the term ends meanwhile, ValueError if it has a writer of this
-    name.
+    `memory` is a mirror. Raises ExchangeTimeout if the segment cannot be attached in time,
+    TermOver, or ValueError if it has a writer of this name.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class TcpSegment:
         return self._connection.fileno()
 
     def owner_is_alive(self) -> bool:
-        """Return True while the connection to the owner is open."""
+        """True while the connection to the owner is open."""
         return self._is_open
 
     def claim(self) -> bool:

@@ -1,8 +1,8 @@
 """The owner's end of one-sided puts across TCP between CPU instances of different nodes.
 
 A thread writes a connection's chunks into the segment, then the word. Each (writer, segment) has
-its own connection, so pages do not delay a step. An ended connection means a dead peer: the kernel
-closes those of a dead process, keepalive those of a vanished node.
+its own connection, so pages do not delay a step. An ended connection means a dead peer; keepalive
+ends those of a vanished node.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TcpSegmentServer:
             shut(connection)
 
     def is_attached(self, segment: str, writer: str) -> bool | None:
-        """Return True while the writer's connection is open, None if it never had one.
+        """True while the writer's connection is open, None if it never had one.
 
         All its puts are here before this is False.
         """
