@@ -25,24 +25,13 @@ FREE_RELATIVE = re.compile(r"(What|How|Which|Whether|Who|Where|Why|Whoever)\b")
 MANY_ARROWS = 20
 """Imports between the rooms of a folder, unless the folder is named here."""
 MAX_ARROWS = {
-    "control_plane/coordinator/members": 27,
-    "control_plane/frontend": 34,
-    "control_plane/frontend/http": 25,
-    "control_plane/frontend/http/tools": 21,
-    "control_plane/scheduler": 36,
-    "control_plane/scheduler/policies": 37,
-    "data_plane": 66,
-    "data_plane/instance": 27,
-    "data_plane/model": 35,
-    "data_plane/transport": 25,
-    "nanocp": 29,
-    "nanocp/cli": 22,
-    "nanocp/config": 30,
-    "nanocp/overlap": 25,
-    "nanocp/simulator": 32,
-    "tests/harness": 28,
-    "tests/harness/hash_clusters": 49,
-}
+    "control_plane/coordinator/members": 27, "control_plane/frontend": 34,
+    "control_plane/frontend/http": 25, "control_plane/frontend/http/tools": 21,
+    "control_plane/scheduler": 36, "control_plane/scheduler/policies": 37, "data_plane": 66,
+    "data_plane/instance": 27, "data_plane/model": 35, "data_plane/transport": 25, "nanocp": 29,
+    "nanocp/cli": 22, "nanocp/config": 30, "nanocp/overlap": 25, "nanocp/simulator": 32,
+    "tests/harness": 28, "tests/harness/hash_clusters": 49,
+}  # fmt: skip
 SEARCHED = [(ROOT / room, ROOT) for room in (*ROOMS, "benchmarks")]
 SEARCHED.append((ROOT / "tests/harness", ROOT / "tests"))
 

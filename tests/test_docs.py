@@ -119,11 +119,8 @@ def test_a_decision_has_a_number_and_its_parts(document):
     assert [one for one in DECISIONS if one.name[:4] == number] == [document]
     assert re.match(rf"{number}-", document.name) and text.startswith(f"# {number}: ")
     assert re.findall(r"^(\*\*Status:\*\*|## .+)", text, re.M) == [
-        "**Status:**",
-        "## Context",
-        "## Decision",
-        "## Consequences",
-    ]
+        "**Status:**", "## Context", "## Decision", "## Consequences",
+    ]  # fmt: skip
 
 
 def test_every_yes_of_the_comparison_names_a_test_that_exists():

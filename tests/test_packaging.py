@@ -93,11 +93,8 @@ def test_the_wheels_metadata_names_the_base_and_the_extras(wheel):
     fields = Parser().parsestr(wheel.read(name).decode())
     base = [line for line in fields.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line).group() for line in base} == {
-        "grpcio",
-        "protobuf",
-        "rich",
-        "typer",
-    }
+        "grpcio", "protobuf", "rich", "typer",
+    }  # fmt: skip
     assert {"bench", "serve", "simulate", "gpu", "nixl", "dev"} <= set(
         fields.get_all("Provides-Extra")
     )

@@ -101,32 +101,25 @@ def moved(moves=(), **change):
         if pair
     ]
     moving = {
-        "phase": "moving",
-        "seconds": 10.0,
-        "tokens": 500,
-        "wrong": 0,
-        "near_ties": 0,
+        "phase": "moving", "seconds": 10.0, "tokens": 500, "wrong": 0, "near_ties": 0,
         "frames_not_back": 0,
-    }
+    }  # fmt: skip
     moving |= {"pages_moved": 10, "preemptions": 0, "moves": cost} | change
     return [moving, moving | {"phase": "preempting", "preemptions": 1, "moves": []} | change]
 
 
-@pytest.mark.parametrize(
-    ("change", "holds"),
-    [
-        ({}, True),
-        ({"wrong": 1}, False),
-        ({"frames_not_back": 1}, False),
-        ({"pages_moved": 9}, False),
-        ({"preemptions": 0}, False),
-        ({"tokens": 1000, "near_ties": 1}, True),
-        ({"near_ties": 1}, False),
-        ({"moves": {"re-binding": (1.051, 1.0)}}, False),
-        ({"moves": {"extension": None}}, False),
-        ({"moves": {"any move": (1.0, 1.101)}}, False),
-    ],
-)
+@pytest.mark.parametrize(("change", "holds"), [
+    ({}, True),
+    ({"wrong": 1}, False),
+    ({"frames_not_back": 1}, False),
+    ({"pages_moved": 9}, False),
+    ({"preemptions": 0}, False),
+    ({"tokens": 1000, "near_ties": 1}, True),
+    ({"near_ties": 1}, False),
+    ({"moves": {"re-binding": (1.051, 1.0)}}, False),
+    ({"moves": {"extension": None}}, False),
+    ({"moves": {"any move": (1.0, 1.101)}}, False),
+])  # fmt: skip
 def test_live_moves_judges_its_claims(change, holds):
     assert hold(live_moves.claims_of(moved(**change))) == holds
 
@@ -148,17 +141,14 @@ def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_refer
     assert found["wait_ms_max"] >= found["wait_ms_p50"] > found["tpot_ms_p50"]
 
 
-@pytest.mark.parametrize(
-    ("change", "holds"),
-    [
-        ({}, True),
-        ({"errors": {"steady: Unavailable: gone": 1}}, False),
-        ({"memory_end_mib": 1051}, False),
-        ({"tpot_ms_p99_last": 11.1}, False),
-        ({"tpot_ms_p99_last": float("nan")}, False),
-        ({"frames_not_back": 1}, False),
-    ],
-)
+@pytest.mark.parametrize(("change", "holds"), [
+    ({}, True),
+    ({"errors": {"steady: Unavailable: gone": 1}}, False),
+    ({"memory_end_mib": 1051}, False),
+    ({"tpot_ms_p99_last": 11.1}, False),
+    ({"tpot_ms_p99_last": float("nan")}, False),
+    ({"frames_not_back": 1}, False),
+])  # fmt: skip
 def test_a_soak_judges_its_claims(change, holds):
     record = soak.Record(
         tpots=[(0.1, 10.0), (0.5, 99.0), (0.9, 11.0)],
@@ -172,12 +162,8 @@ def test_a_soak_judges_its_claims(change, holds):
 )
 def test_apis_compares_the_median_rounds(http_rates, holds):
     keys = (
-        "request_throughput",
-        "median_ttft_ms",
-        "median_tpot_ms",
-        "cpu_ms_per_token",
-        "completed",
-    )
+        "request_throughput", "median_ttft_ms", "median_tpot_ms", "cpu_ms_per_token", "completed",
+    )  # fmt: skip
     rounds = {
         api: [dict.fromkeys(keys, 1.0) | {"output_throughput": rate} for rate in rates]
         for api, rates in (("grpc", (100.0, 100.0, 9.0)), ("http", http_rates))

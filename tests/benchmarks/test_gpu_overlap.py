@@ -9,19 +9,16 @@ LANES = {"kind": "lanes", "rows": 64, "waits_of_compute": 1.0, "ratio": 0.8, "hi
 ENGINE = {"kind": "engine", "rows": 64, "equal": True, "ratio": 0.9}
 
 
-@pytest.mark.parametrize(
-    ("result", "sentence"),
-    [
-        (LANES, None),
-        (LANES | {"ratio": 0.86}, "two lanes take 0.86 of one"),
-        (LANES | {"hidden": 0.4}, "0.4 of the waits are hidden"),
-        (LANES | {"ratio": 1.2, "waits_of_compute": 0.0}, None),
-        (ENGINE, None),
-        (ENGINE | {"equal": False}, "halves give the bits"),
-        (ENGINE | {"ratio": 1.01}, "halves take 1.01 of the whole"),
-        ({"kind": "interference"}, "something that is claimed was measured"),
-    ],
-)
+@pytest.mark.parametrize(("result", "sentence"), [
+    (LANES, None),
+    (LANES | {"ratio": 0.86}, "two lanes take 0.86 of one"),
+    (LANES | {"hidden": 0.4}, "0.4 of the waits are hidden"),
+    (LANES | {"ratio": 1.2, "waits_of_compute": 0.0}, None),
+    (ENGINE, None),
+    (ENGINE | {"equal": False}, "halves give the bits"),
+    (ENGINE | {"ratio": 1.01}, "halves take 1.01 of the whole"),
+    ({"kind": "interference"}, "something that is claimed was measured"),
+])  # fmt: skip
 def test_each_claim_can_fail(result, sentence):
     missed = [claim.sentence for claim in bench.claims([result]) if not claim.holds]
     assert [sentence in each for each in missed] == ([True] if sentence else [])

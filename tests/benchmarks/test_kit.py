@@ -57,16 +57,13 @@ def test_options_are_the_parameters_of_the_function(capsys):
     assert "options from a function, verdicts" in printed and "At 50% load." in printed
 
 
-@pytest.mark.parametrize(
-    ("holds", "status"),
-    [
-        ([], 0),
-        ([True], 0),
-        ([True, None], 0),
-        ([None, None], kit.CANNOT_JUDGE),
-        ([True, None, False], 1),
-    ],
-)
+@pytest.mark.parametrize(("holds", "status"), [
+    ([], 0),
+    ([True], 0),
+    ([True, None], 0),
+    ([None, None], kit.CANNOT_JUDGE),
+    ([True, None, False], 1),
+])  # fmt: skip
 def test_the_exit_status_says_what_the_claims_are(holds, status, capsys):
     assert ended(benchmark([Claim("it is so", each) for each in holds])) == status
     words = {True: "holds", False: "missed", None: "cannot be judged here"}

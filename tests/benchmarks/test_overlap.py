@@ -18,32 +18,26 @@ def broken(claims):
     return [claim.sentence for claim in claims if not claim.holds]
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({}, None),
-        ({"ratio": 0.86}, "two lanes take 0.86 of one, at most 0.85"),
-        ({"hidden": 0.4}, "0.4 of it is hidden, at least 0.5"),
-        ({"regret": 1.06}, "within 5% of the better way at 0 of 1 points"),
-        ({"ratio": 1.2, "chosen_of_plain": 1.03, "waits_of_compute": 0}, "the choice takes 1.03"),
-        ({"waits_of_compute": 0.6}, "a point has waits of 0.7 to 1.2 of compute"),
-        ({"halves_on_time": 1.21}, "halves on time take 1.2 of the whole"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({}, None),
+    ({"ratio": 0.86}, "two lanes take 0.86 of one, at most 0.85"),
+    ({"hidden": 0.4}, "0.4 of it is hidden, at least 0.5"),
+    ({"regret": 1.06}, "within 5% of the better way at 0 of 1 points"),
+    ({"ratio": 1.2, "chosen_of_plain": 1.03, "waits_of_compute": 0}, "the choice takes 1.03"),
+    ({"waits_of_compute": 0.6}, "a point has waits of 0.7 to 1.2 of compute"),
+    ({"halves_on_time": 1.21}, "halves on time take 1.2 of the whole"),
+])  # fmt: skip
 def test_each_claim_of_two_lanes_can_fail(change, sentence):
     found = broken(overlap_lanes.claims_of([lane_point(**change)]))
     assert any(sentence in claim for claim in found) if sentence else not found
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"ratio": 0.7, "hidden": 0.6}, None),
-        ({"ratio": 0.76, "hidden": 0.6}, "halves take 0.76 of the whole, at most 0.75"),
-        ({"ratio": 0.7, "hidden": 0.49}, "0.49 of it is hidden, at least 0.5"),
-        ({"link_of_compute": 2.0}, "a link is 0.8 to 1.25 of compute"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"ratio": 0.7, "hidden": 0.6}, None),
+    ({"ratio": 0.76, "hidden": 0.6}, "halves take 0.76 of the whole, at most 0.75"),
+    ({"ratio": 0.7, "hidden": 0.49}, "0.49 of it is hidden, at least 0.5"),
+    ({"link_of_compute": 2.0}, "a link is 0.8 to 1.25 of compute"),
+])  # fmt: skip
 def test_each_claim_of_a_link_can_fail(change, sentence):
     point = lane_point() | {"link_of_compute": 1.0} | change
     found = broken(overlap_link.claims_of([point]))

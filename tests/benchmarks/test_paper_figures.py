@@ -20,36 +20,21 @@ def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
     )
     figures.draw()
     assert sorted(path.stem for path in tmp_path.iterdir()) == [
-        "figure_12_rates",
-        "figure_13_static",
-        "figure_14_balance",
-        "figure_14_queue",
-        "figure_15_layers",
-        "figure_16_scheduler",
-        "figure_18_cp",
-        "latency",
-    ]
+        "figure_12_rates", "figure_13_static", "figure_14_balance", "figure_14_queue",
+        "figure_15_layers", "figure_16_scheduler", "figure_18_cp", "latency",
+    ]  # fmt: skip
     assert {claim.figure for claim in figures.claims} == {
-        "12",
-        "13",
-        "14",
-        "5c, 14",
-        "15",
-        "16",
-        "18",
-    }
+        "12", "13", "14", "5c, 14", "15", "16", "18",
+    }  # fmt: skip
     # This one holds in any run, however short: it follows from the policies.
     holds = {claim.claim: claim.holds for claim in figures.claims}
     assert holds["smallest attention of the slowest instance"]
 
 
-@pytest.mark.parametrize(
-    ("points", "most"),
-    [
-        ([(10, 1.0), (20, 0.99), (30, 0.98), (40, 1.0)], 20),
-        ([(10, 0.5), (20, 1.0)], 0),
-        ([(10, 1.0), (20, 1.0)], 20),
-    ],
-)
+@pytest.mark.parametrize(("points", "most"), [
+    ([(10, 1.0), (20, 0.99), (30, 0.98), (40, 1.0)], 20),
+    ([(10, 0.5), (20, 1.0)], 0),
+    ([(10, 1.0), (20, 1.0)], 20),
+])  # fmt: skip
 def test_the_rate_sustained_is_the_last_before_a_miss(points, most):
     assert paper_figures.most_sustained(points) == most

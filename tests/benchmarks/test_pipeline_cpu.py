@@ -63,15 +63,12 @@ def claims_with(monkeypatch, tmp_path, ms=2.0, measured=0.955, lanes_per_s=160.0
     return pipeline_link.part_link(tmp_path, tmp_path, lambda _: PassCosts(), is_quick=False)
 
 
-@pytest.mark.parametrize(
-    ("ms", "measured", "holds", "reason"),
-    [
-        (2.0, 0.955, True, "Mbit/s through"),
-        (1.3, 0.955, None, "a layer has more of the link than a GPU's"),
-        (2.0, 0.89, None, "the link is off by more than 10%"),
-        (2.0, 1.11, None, "the link is off by more than 10%"),
-    ],
-)
+@pytest.mark.parametrize(("ms", "measured", "holds", "reason"), [
+    (2.0, 0.955, True, "Mbit/s through"),
+    (1.3, 0.955, None, "a layer has more of the link than a GPU's"),
+    (2.0, 0.89, None, "the link is off by more than 10%"),
+    (2.0, 1.11, None, "the link is off by more than 10%"),
+])  # fmt: skip
 def test_over_another_link_or_with_faster_layers_nothing_is_judged(
     monkeypatch, tmp_path, ms, measured, holds, reason
 ):
@@ -87,20 +84,12 @@ def test_stages_are_judged_by_the_faster_instances(monkeypatch, tmp_path):
     assert gigabit.holds is False and "2.00x, 1.49x of those in two lanes" in gigabit.found
 
 
-@pytest.mark.parametrize(
-    ("here", "found", "holds", "reason"),
-    [
-        (TWO_CORES, (1.6, 0.7), [False, False], ["", ""]),
-        (
-            TwoProcesses(2.0, 1.6),
-            (1.6, 0.7),
-            [None, False],
-            ["memory of two processes is 1.60", ""],
-        ),
-        (TwoProcesses(1.2, 1.9), (1.6, 0.7), [None] * 2, ["compute of two processes is 1.20"] * 2),
-        (TwoProcesses(1.2, 1.9), (1.8, 0.6), [True, True], ["", ""]),
-    ],
-)
+@pytest.mark.parametrize(("here", "found", "holds", "reason"), [
+    (TWO_CORES, (1.6, 0.7), [False, False], ["", ""]),
+    (TwoProcesses(2.0, 1.6), (1.6, 0.7), [None, False], ["memory of two processes is 1.60", ""]),
+    (TwoProcesses(1.2, 1.9), (1.6, 0.7), [None] * 2, ["compute of two processes is 1.20"] * 2),
+    (TwoProcesses(1.2, 1.9), (1.8, 0.6), [True, True], ["", ""]),
+])  # fmt: skip
 def test_two_stages_miss_nothing_where_two_processes_do_less_than_is_asked(
     monkeypatch, tmp_path, here, found, holds, reason
 ):

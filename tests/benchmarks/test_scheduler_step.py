@@ -7,23 +7,17 @@ from benchmarks.service import scheduler_step
 
 def simulated(policy, rows, ms, share=0.001):
     return {
-        "policy": policy,
-        "load": f"simulated, {rows} rows",
-        "mean_ms": ms,
-        "share_of_step": share,
-    }
+        "policy": policy, "load": f"simulated, {rows} rows", "mean_ms": ms, "share_of_step": share,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("result", "holds"),
-    [
-        (simulated("dual_balanced", 45, 0.30), [True]),
-        (simulated("dual_balanced", 45, 0.31), [False]),
-        (simulated("cost_aware", 256, 1.25), [True, True]),
-        (simulated("cost_aware", 256, 1.0, share=0.011), [True, False]),
-        (simulated("least_batch", 45, 9.0), []),
-    ],
-)
+@pytest.mark.parametrize(("result", "holds"), [
+    (simulated("dual_balanced", 45, 0.30), [True]),
+    (simulated("dual_balanced", 45, 0.31), [False]),
+    (simulated("cost_aware", 256, 1.25), [True, True]),
+    (simulated("cost_aware", 256, 1.0, share=0.011), [True, False]),
+    (simulated("least_batch", 45, 9.0), []),
+])  # fmt: skip
 def test_claims_are_of_two_policies(result, holds):
     assert [claim.holds for claim in scheduler_step.claims([result])] == holds
 

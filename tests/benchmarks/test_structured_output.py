@@ -6,14 +6,11 @@ import pytest
 from benchmarks.service import structured_output
 
 
-@pytest.mark.parametrize(
-    ("factor", "noise", "verdict"),
-    [
-        (1.03, 0.002, "holds"),
-        (1.08, 0.002, "does not hold"),
-        (1.05, 0.3, "cannot be judged by this run"),
-    ],
-)
+@pytest.mark.parametrize(("factor", "noise", "verdict"), [
+    (1.03, 0.002, "holds"),
+    (1.08, 0.002, "does not hold"),
+    (1.05, 0.3, "cannot be judged by this run"),
+])  # fmt: skip
 def test_a_claim_is_judged_by_the_interval(factor, noise, verdict):
     draw = np.random.default_rng(1)
     off = draw.uniform(20, 60, 40)

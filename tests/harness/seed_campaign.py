@@ -56,25 +56,17 @@ def play_between_nodes(seed: int) -> Any:
 
 
 OTHERS: dict[str, Callable[[int], Any]] = {
-    "plain": hash_seeds.play,
-    "levelling": hash_seeds.play_levelling,
-    "sharing": hash_seeds.play_sharing,
-    "crowd": hash_seeds.play_crowd,
-    "drafts": hash_drafts.play,
-    "states": hash_states.play,
-    "states-offload": hash_states.play_offload,
+    "plain": hash_seeds.play, "levelling": hash_seeds.play_levelling,
+    "sharing": hash_seeds.play_sharing, "crowd": hash_seeds.play_crowd, "drafts": hash_drafts.play,
+    "states": hash_states.play, "states-offload": hash_states.play_offload,
     "regroups": lambda seed: hash_recovery_seeds.play(seed, 0, 20),
-    "offload": hash_offload.play_offloading,
-    "offload-crowd": hash_offload.play_crowded,
-    "offload-losses": hash_offload.play_losing,
-    "offload-cuts": hash_offload.play_cut,
-    "pipeline": hash_pipeline.play,
-    "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
-    "pipeline-losses": hash_pipeline_losses.play,
-    "between-nodes": play_between_nodes,
+    "offload": hash_offload.play_offloading, "offload-crowd": hash_offload.play_crowded,
+    "offload-losses": hash_offload.play_losing, "offload-cuts": hash_offload.play_cut,
+    "pipeline": hash_pipeline.play, "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
+    "pipeline-losses": hash_pipeline_losses.play, "between-nodes": play_between_nodes,
     "calls": nested_calls.play,
     "pipeline-losses-chaos": partial(hash_pipeline_losses.play, is_chaos=True),
-}
+}  # fmt: skip
 """Such kinds too; each plays a seed."""
 COUNTS = (
     *("terms", "losses", "shrinks", "changes", "kept", "attempts", "stale_tokens", "stale_events"),

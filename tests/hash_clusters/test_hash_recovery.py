@@ -19,14 +19,11 @@ def test_terms_end_without_a_loss_and_every_token_is_right():
     assert not any(cluster.num_losses for cluster in clusters)
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        (0, 1, 4, 5),
-        pytest.param((6, 10, 14, 15), marks=pytest.mark.system),
-        pytest.param((18, 21, 22, 24), marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize("seeds", [
+    (0, 1, 4, 5),
+    pytest.param((6, 10, 14, 15), marks=pytest.mark.system),
+    pytest.param((18, 21, 22, 24), marks=pytest.mark.system),
+])  # fmt: skip
 def test_instances_are_lost_at_any_turn_and_every_token_is_right(seeds):
     clusters = [play(seed) for seed in seeds]
     assert sum(cluster.num_losses for cluster in clusters) > 10

@@ -17,24 +17,21 @@ from harness.services.serve_process import Serve
 
 ROWS = yaml.load((Path(__file__).parent / "mended.yaml").read_text(), yaml.CSafeLoader)
 SAID = {
-    "the-build-of-torch": [
-        ("Makefile", r"TORCH_INDEX \?="),
-        ("README.md", r"TORCH_INDEX=https://\S+.*0\.2 GB to download.*2\.7 GB to download"),
-    ],
+    "the-build-of-torch": [("Makefile", r"TORCH_INDEX \?="),
+                           ("README.md",
+                            r"TORCH_INDEX=https://\S+.*0\.2 GB to download.*2\.7 GB to download")],
     "a-closed-ssh": [("docs/use/deploy.md", r"ray exec --tmux .*without it, that is a SIGHUP")],
     "a-contributors-metric": [
         ("docs/develop/map.md", r"### A metric .*metrics/families\.py"),
         ("docs/develop/map.md", r"It may read what `ClusterState` and `Request`"),
     ],
     "flags-in-readme": [("README.md", r"`nanocp --help` lists the commands")],
-    "output-of-the-quick-start": [
-        ("docs/use/quick-start.md", r'native \(avx512\).*\{"requests": 8, "exact": 8')
-    ],
-    "prometheus": [
-        ("deploy/prometheus/prometheus.yml", r"promtool check config.*--syntax-only"),
-        ("control_plane/observe/metrics/families.py", r"REQUEST_S = \([^)]*20\.0, 25\.0, 30\.0"),
-    ],
-}
+    "output-of-the-quick-start": [("docs/use/quick-start.md",
+                                   r'native \(avx512\).*\{"requests": 8, "exact": 8')],
+    "prometheus": [("deploy/prometheus/prometheus.yml", r"promtool check config.*--syntax-only"),
+                   ("control_plane/observe/metrics/families.py",
+                    r"REQUEST_S = \([^)]*20\.0, 25\.0, 30\.0")],
+}  # fmt: skip
 """Key of a row -> (file, what stands there)."""
 
 

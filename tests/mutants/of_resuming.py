@@ -127,13 +127,9 @@ OF_RESUMING = [
         text="if self.terms.standing[member] is Standing.IN:",
         fault="if True:",
         tests=("tests/control_plane/coordinator/members/test_takeover.py", "-k", "while_it_joins"),
-    ),
-    Mutant(
-        name="logprobs-lost",
-        why="nobody asks again for log probabilities of a prompt that were lost with the prefill",
-        path="control_plane/frontend/open_requests.py",
-        text="asking = self._streams.ask_again(self._first)",
-        fault="asking = self._first",
+        why="an instance counts as ready in a term that is over, and plans to it are dropped",
+        text="if self.terms.standing[member] is Standing.IN:", fault="if True:"),
+    Mutant("logprobs-lost", path="control_plane/frontend/open_requests.py",
         tests=("tests/control_plane/frontend/test_choices.py", "-k", "by_another_request"),
     ),
     Mutant(

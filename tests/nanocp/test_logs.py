@@ -51,13 +51,9 @@ def test_json_lines_parse_and_name_the_process(lines):
     first, second = map(json.loads, lines())
     assert first.pop("time").endswith("Z")
     assert first == {
-        "level": "warning",
-        "logger": "data_plane.member",
-        "process": "instance 3",
-        "message": "slow\nline",
-        "seconds": 1.5,
-        "id": '"',
-    }
+        "level": "warning", "logger": "data_plane.member", "process": "instance 3",
+        "message": "slow\nline", "seconds": 1.5, "id": '"',
+    }  # fmt: skip
     assert second["message"].startswith("failed\nTraceback") and "cheese" in second["message"]
 
 

@@ -125,17 +125,9 @@ def serve_words(machines, checkpoint, num_instances, per_node, policy="fixed_deg
     sizes = ["--instances", num_instances, "--instances-per-node", per_node]
     nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
     return [
-        nanocp,
-        "serve",
-        checkpoint,
-        "--address",
-        "auto",
-        "--host",
-        "0.0.0.0",
-        *sizes,
-        "--policy",
+        nanocp, "serve", checkpoint, "--address", "auto", "--host", "0.0.0.0", *sizes, "--policy",
         policy,
-    ]
+    ]  # fmt: skip
 
 
 def serve(*arguments, **settings):

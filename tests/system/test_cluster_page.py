@@ -77,12 +77,9 @@ class Parts(HTMLParser):
 def drawn(chromium, url, *options):
     """(the document after its scripts have run for a while, their lines on the console)."""
     flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
         "--virtual-time-budget=5000",
-    ]
+    ]  # fmt: skip
     command = [chromium, *flags, *options, "--dump-dom", url]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     logged = [line for line in result.stderr.splitlines() if "CONSOLE" in line]

@@ -84,11 +84,8 @@ def test_every_request_is_served_and_every_token_counted(
     )
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"] == {
-        "successful": NUM_REQUESTS,
-        "errored": 0,
-        "incomplete": 0,
-        "total": NUM_REQUESTS,
-    }
+        "successful": NUM_REQUESTS, "errored": 0, "incomplete": 0, "total": NUM_REQUESTS,
+    }  # fmt: skip
     tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     requests = benchmark["requests"]["successful"]
     for request in requests:

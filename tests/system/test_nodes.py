@@ -50,12 +50,8 @@ class Stream:
     def _run(self, address, max_tokens):
         try:
             with Client(address) as client:
-                options = {
-                    "max_tokens": max_tokens,
-                    "temperature": 0.0,
-                    "ignore_eos": True,
-                    "timeout_s": self._timeout_s,
-                }
+                options = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True,
+                           "timeout_s": self._timeout_s}  # fmt: skip
                 for chunk in client.generate(self.prompt_ids, **options):
                     self.output_ids += chunk.token_ids
                     self._begun.set()
@@ -281,12 +277,9 @@ def test_symmetric_run(machines, checkpoint):
     for machine in machines:
         assert machine.run(borrowed_environment(ROOT)).returncode == 0
     where = [
-        "--address",
-        f"{machines[0].address}:6379",
-        "--min-nodes",
-        2,
+        "--address", f"{machines[0].address}:6379", "--min-nodes", 2,
         "--object-store-memory=268435456",
-    ]
+    ]  # fmt: skip
     words = ["ray", "symmetric-run", *where, "--", *serve_words(machines, checkpoint, 4, 2)]
     with_path = ["env", f"PATH={machines[0].home}/nanocp/.venv/bin:{os.environ['PATH']}"]
     other = [f"PATH={machines[1].home}/nanocp/.venv/bin:{os.environ['PATH']}", *map(str, words)]

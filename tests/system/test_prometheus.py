@@ -89,13 +89,10 @@ def watched(program, tmp_path_factory):
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         address = f"127.0.0.1:{free_port()}"
         command = [
-            *(
-                program,
-                f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/data",
-            ),
+            *(program, f"--config.file={folder}/prometheus.yml",
+              f"--storage.tsdb.path={folder}/data"),
             f"--web.listen-address={address}",
-        ]
+        ]  # fmt: skip
         with (
             (folder / "log").open("wb") as log,
             subprocess.Popen(command, stdout=log, stderr=log) as process,

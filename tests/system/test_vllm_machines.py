@@ -43,14 +43,10 @@ ON_CPU = ["--enforce-eager", "--attention-backend=CPU_MLA", "--max-model-len=204
 OVER_THE_LINK = {"UCX_TLS": "tcp", "UCX_TCP_BRIDGE_ENABLE": "y"}
 """For NIXL: UCX takes machines of one kernel for one machine, and leaves their bridge out."""
 VLLM_ENVIRONMENT = {
-    **OVER_THE_LINK,
-    "PYTHONPATH": str(ROOT),
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
+    **OVER_THE_LINK, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

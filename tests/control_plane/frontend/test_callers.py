@@ -235,14 +235,11 @@ def test_refusals_are_named_too_and_no_name_can_forge_a_header(service: Service)
     assert "X-Forged" not in response.headers
 
 
-@pytest.mark.parametrize(
-    ("request_id", "metadata", "name"),
-    [
-        ("mine", (), "mine"),
-        ("", (("x-request-id", "theirs"),), "theirs"),
-        (STRANGE, (), "caf%C3%A9%0D%0AX-Forged"),
-    ],
-)
+@pytest.mark.parametrize(("request_id", "metadata", "name"), [
+    ("mine", (), "mine"),
+    ("", (("x-request-id", "theirs"),), "theirs"),
+    (STRANGE, (), "caf%C3%A9%0D%0AX-Forged"),
+])  # fmt: skip
 def test_an_answer_over_grpc_names_its_request(
     service: Service, request_id: str, metadata: tuple[tuple[str, str], ...], name: str
 ) -> None:

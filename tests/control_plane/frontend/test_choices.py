@@ -362,21 +362,13 @@ def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -
     assert ids == [7, 8]
 
 
-@pytest.mark.parametrize(
-    ("num_top", "prompt_len", "sentence"),
-    [
-        (-1, 2, "prompt_logprobs is -1; it must be from 0 to 20"),
-        (21, 2, "prompt_logprobs is 21"),
-        (
-            20,
-            20_000,
-            (
-                "prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: "
-                "at most 262144 numbers"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("num_top", "prompt_len", "sentence"), [
+    (-1, 2, "prompt_logprobs is -1; it must be from 0 to 20"),
+    (21, 2, "prompt_logprobs is 21"),
+    (20, 20_000,
+     ("prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: "
+      "at most 262144 numbers")),
+])  # fmt: skip
 def test_too_many_logprobs_of_a_prompt_are_refused(
     service: Service, num_top: int, prompt_len: int, sentence: str
 ) -> None:
@@ -393,14 +385,11 @@ def test_nothing_is_known_of_a_prompt_with_synthetic_kv() -> None:
         next(service.client.generate([5], prompt_logprobs=0))
 
 
-@pytest.mark.parametrize(
-    ("num_prompts", "n", "sentence"),
-    [
-        (1, 5, "n is 5; this cluster can hold and queue 4 choices"),
-        (2, 3, "prompt has 2 prompts, and n is 3; this cluster can hold and queue 4 choices"),
-        (5, 1, "prompt has 5 prompts, and n is 1; this cluster can hold and queue 4 choices"),
-    ],
-)
+@pytest.mark.parametrize(("num_prompts", "n", "sentence"), [
+    (1, 5, "n is 5; this cluster can hold and queue 4 choices"),
+    (2, 3, "prompt has 2 prompts, and n is 3; this cluster can hold and queue 4 choices"),
+    (5, 1, "prompt has 5 prompts, and n is 1; this cluster can hold and queue 4 choices"),
+])  # fmt: skip
 def test_more_choices_than_ever_fit_are_the_clients_mistake(
     num_prompts: int, n: int, sentence: str
 ) -> None:

@@ -35,27 +35,24 @@ def deep(depth):
     return json.dumps(schema)
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"json_schema": "{"}, "json_schema cannot be used: "),
-        ({"json_schema": "[1]"}, "json_schema cannot be used: "),
-        ({"json_schema": '{"type": "wish"}'}, "json_schema cannot be used: "),
-        ({"json_schema": '{"$ref": "#/gone"}'}, "Pointer '/gone' does not exist"),
-        ({"json_schema": '{"$ref": "https://elsewhere.example/x"}'}, "json_schema cannot be used"),
-        ({"json_schema": deep(200)}, "json_schema cannot be used: "),
-        ({"json_schema": '{"type": "string", "pattern": "(?=a)b"}'}, "look-around"),
-        ({"json_schema": '{"minimum": 3, "maximum": 1, "type": "integer"}'}, "json_schema cannot"),
-        ({"regex": "("}, "regex cannot be used: "),
-        ({"regex": ""}, "regex is empty; it must be a constraint"),
-        ({"regex": "(?=a)b"}, "look-around"),
-        ({"grammar": "start: nothing"}, "grammar cannot be used: "),
-        ({"grammar": 'root ::= gone "a"'}, "grammar cannot be used: "),
-        ({"regex": "a" * 40_000}, "regex is too long; it must have at most 32768 bytes"),
-        ({"choice": ["x" * 40_000]}, "choice is too long"),
-        ({"regex": "a", "json_object": True}, "regex is given beside json_object"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"json_schema": "{"}, "json_schema cannot be used: "),
+    ({"json_schema": "[1]"}, "json_schema cannot be used: "),
+    ({"json_schema": '{"type": "wish"}'}, "json_schema cannot be used: "),
+    ({"json_schema": '{"$ref": "#/gone"}'}, "Pointer '/gone' does not exist"),
+    ({"json_schema": '{"$ref": "https://elsewhere.example/x"}'}, "json_schema cannot be used"),
+    ({"json_schema": deep(200)}, "json_schema cannot be used: "),
+    ({"json_schema": '{"type": "string", "pattern": "(?=a)b"}'}, "look-around"),
+    ({"json_schema": '{"minimum": 3, "maximum": 1, "type": "integer"}'}, "json_schema cannot"),
+    ({"regex": "("}, "regex cannot be used: "),
+    ({"regex": ""}, "regex is empty; it must be a constraint"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"grammar": "start: nothing"}, "grammar cannot be used: "),
+    ({"grammar": 'root ::= gone "a"'}, "grammar cannot be used: "),
+    ({"regex": "a" * 40_000}, "regex is too long; it must have at most 32768 bytes"),
+    ({"choice": ["x" * 40_000]}, "choice is too long"),
+    ({"regex": "a", "json_object": True}, "regex is given beside json_object"),
+])  # fmt: skip
 def test_what_cannot_be_used_is_named_within_a_tenth_of_a_second(fields, sentence):
     of(regex="warm")
     began_s = time.thread_time()
@@ -66,20 +63,13 @@ def test_what_cannot_be_used_is_named_within_a_tenth_of_a_second(fields, sentenc
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"json_schema": json.dumps({"type": "array", "minItems": 100_000})},
-        {
-            "json_schema": json.dumps(
-                {"anyOf": [{"type": "array", "maxItems": n} for n in range(99)]}
-            )
-        },
-        {"regex": "(a{1,1000}){1,1000}" * 9},
-        {"regex": "|".join(f"(a|b|{n})*" for n in range(20))},
-        {"choice": ["a" * n for n in range(1, 200)]},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"json_schema": json.dumps({"type": "array", "minItems": 100_000})},
+    {"json_schema": json.dumps({"anyOf": [{"type": "array", "maxItems": n} for n in range(99)]})},
+    {"regex": "(a{1,1000}){1,1000}" * 9},
+    {"regex": "|".join(f"(a|b|{n})*" for n in range(20))},
+    {"choice": ["a" * n for n in range(1, 200)]},
+])  # fmt: skip
 def test_what_is_large_is_still_quick(fields):
     of(regex="warm")
     began_s = time.thread_time()
@@ -170,18 +160,14 @@ NAMES = {
     "a format of nobody": ({"type": "string", "format": "slug"}, "a b c ab \u00e9\u00e9 abc"),
     "a format beside its pattern": ({"format": "uuid", "pattern": "^a.?$"}, "a ab"),
     "one of some": ({"oneOf": [{"const": "a"}, {"const": "abc"}]}, "a abc"),
-    "a list or a pattern": (
-        {"anyOf": [{"$ref": "#/$defs/key"}, {"pattern": "^[bc]$"}]},
-        "a \u00e9\u00e9 b c",
-    ),
-    "some patterns": (
-        {"anyOf": [{"pattern": "^a"}, {"pattern": "b$"}, {"enum": ["c"]}]},
-        "a ab abc b c",
-    ),
+    "a list or a pattern": ({"anyOf": [{"$ref": "#/$defs/key"}, {"pattern": "^[bc]$"}]},
+                            "a \u00e9\u00e9 b c"),
+    "some patterns": ({"anyOf": [{"pattern": "^a"}, {"pattern": "b$"}, {"enum": ["c"]}]},
+                      "a ab abc b c"),
     "all": (True, "a b c ab \u00e9\u00e9 abc"),
     "none": (False, ""),
     "no text": ({"type": "integer"}, ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["the whole", "a property", "items", "a definition"])
@@ -223,18 +209,15 @@ def test_names_beside_other_words_about_properties_are_held() -> None:
     assert accepts({**schema, "propertyNames": True}, '{"B":1}', '{"cc":1}') == [True, True]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"not": {}},
-        {"pattern": "a", "maxLength": 3},
-        {"format": "uuid"},
-        3,
-        {"$ref": "#/nowhere"},
-        {"oneOf": [{"const": "a"}, {"enum": ["a"]}]},
-        {"oneOf": [{"const": "a"}, {"type": "string"}]},
-    ],
-)
+@pytest.mark.parametrize("names", [
+    {"not": {}},
+    {"pattern": "a", "maxLength": 3},
+    {"format": "uuid"},
+    3,
+    {"$ref": "#/nowhere"},
+    {"oneOf": [{"const": "a"}, {"enum": ["a"]}]},
+    {"oneOf": [{"const": "a"}, {"type": "string"}]},
+])  # fmt: skip
 def test_names_that_cannot_be_held_are_refused(names: Any) -> None:
     with pytest.raises(ValueError, match="propertyNames must be a list of names, a pattern"):
         accepts({"type": "object", "propertyNames": names})
@@ -244,17 +227,14 @@ INT64 = 1 << 63
 
 
 @pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"], None])
-@pytest.mark.parametrize(
-    ("bounds", "inside", "outside"),
-    [
-        ({"minimum": -INT64, "maximum": INT64 - 1}, [0, -(10**18), 10**18], [INT64, -INT64 - 1]),
-        ({"exclusiveMinimum": -INT64 - 1}, [0, -(10**18)], [-(10**19)]),
-        ({"minimum": 0, "maximum": 2 * INT64 - 1}, [0, 10**18], [-1, 2 * INT64]),
-        ({"maximum": 10**30}, [0, -(10**18)], [10**31]),
-        ({"minimum": 2**53 + 1}, [2**53 + 2, 10**17], [2**53, 0]),
-        ({"maximum": -(2**53) - 1}, [-(2**53) - 2], [-(2**53), 0]),
-    ],
-)
+@pytest.mark.parametrize(("bounds", "inside", "outside"), [
+    ({"minimum": -INT64, "maximum": INT64 - 1}, [0, -(10**18), 10**18], [INT64, -INT64 - 1]),
+    ({"exclusiveMinimum": -INT64 - 1}, [0, -(10**18)], [-(10**19)]),
+    ({"minimum": 0, "maximum": 2 * INT64 - 1}, [0, 10**18], [-1, 2 * INT64]),
+    ({"maximum": 10**30}, [0, -(10**18)], [10**31]),
+    ({"minimum": 2**53 + 1}, [2**53 + 2, 10**17], [2**53, 0]),
+    ({"maximum": -(2**53) - 1}, [-(2**53) - 2], [-(2**53), 0]),
+])  # fmt: skip
 def test_large_bounds_are_held(
     kind: Any, bounds: dict[str, int], inside: list[int], outside: list[int]
 ) -> None:

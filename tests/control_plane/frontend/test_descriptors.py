@@ -84,15 +84,12 @@ def test_a_connection_that_would_take_the_last_descriptors_is_closed_and_said_on
         listener.accept()[0].close()
 
 
-@pytest.mark.parametrize(
-    ("limit", "service", "expected"),
-    [
-        (1024, {}, (1024 - NEEDED) // 2),
-        (1024, {"ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}, (1024 - NEEDED) // 3),
-        (1024, {"front_ends": 3}, (1024 - NEEDED) // 2),
-        (NEEDED + 2, {}, 1),
-    ],
-)
+@pytest.mark.parametrize(("limit", "service", "expected"), [
+    (1024, {}, (1024 - NEEDED) // 2),
+    (1024, {"ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}, (1024 - NEEDED) // 3),
+    (1024, {"front_ends": 3}, (1024 - NEEDED) // 2),
+    (NEEDED + 2, {}, 1),
+])  # fmt: skip
 def test_the_apis_share_what_the_limit_leaves(
     limit: int, service: dict, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,11 +69,8 @@ def test_every_front_end_knows_what_is_served_and_what_is_decided(
     async def ask() -> None:
         async with AsyncClient(service.addresses[1]) as client:
             info = await client.server_info()
-            assert (info.vocab_size, info.num_instances, info.num_frames) == (
-                MODEL.vocab_size,
-                2,
-                64,
-            )
+            assert (info.vocab_size, info.num_instances, info.num_frames) == (MODEL.vocab_size, 2,
+                                                                              64)  # fmt: skip
             assert (info.front_ends, info.policy, info.page_size) == (
                 service.addresses,
                 "dual_balanced",

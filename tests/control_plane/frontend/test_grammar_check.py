@@ -28,16 +28,13 @@ def test_what_compiles_is_as_without_the_check(check, kind):
     assert checked == constraint_of(request, 32_768, True)
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"json_schema": '{"type": "integer", "multipleOf": 999983}'}, "it takes more than 0.2 s"),
-        ({"regex": "(a{1000}){1000}"}, "more than 40000 bytes of fixed text, or never ends"),
-        ({"grammar": 'start: a\na: a "x"'}, "nothing satisfies it"),
-        ({"grammar": 'start: "a" <gone>'}, "unknown special token"),
-        ({"grammar": "start: /a+/ & /b+/\nX: /c/"}, "grammar cannot be used"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"json_schema": '{"type": "integer", "multipleOf": 999983}'}, "it takes more than 0.2 s"),
+    ({"regex": "(a{1000}){1000}"}, "more than 40000 bytes of fixed text, or never ends"),
+    ({"grammar": 'start: a\na: a "x"'}, "nothing satisfies it"),
+    ({"grammar": 'start: "a" <gone>'}, "unknown special token"),
+    ({"grammar": "start: /a+/ & /b+/\nX: /c/"}, "grammar cannot be used"),
+])  # fmt: skip
 def test_what_does_not_is_refused_and_the_next_one_is_answered(check, fields, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         of(check, **fields)

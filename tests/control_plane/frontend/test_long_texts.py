@@ -124,14 +124,11 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(parts: dict[str, object]) -
     assert changed(**parts).least_tokens("once upon a time " * 1000) == 0
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"byte_fallback": False},
-        {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
-        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
-    ],
-)
+@pytest.mark.parametrize("parts", [
+    {"byte_fallback": False},
+    {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
+    {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+])  # fmt: skip
 def test_one_of_sentencepiece_that_may_drop_text_has_none(parts: dict[str, object]) -> None:
     assert sentencepiece(**parts).least_tokens("once upon a time " * 1000) == 0  # type: ignore[arg-type]
 

@@ -42,17 +42,13 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "logprobs": ((21, 2**31 - 1, *BAD_INTS), "it must be from 0 to 20"),
     "prompt_logprobs": ((21, 2**31 - 1, *BAD_INTS), "it must be from 0 to 20"),
     "n": ((0, 129, 2**31 - 1, *BAD_INTS), "it must be from 1 to 128"),
-    "stop_token_ids": (
-        ([300], [5, 301], [2**32 - 1]),
-        "ids must be below the vocabulary size (300)",
-    ),
-    "logit_bias": (
-        ({300: 1.0}, {5: 0.0, 2**32 - 1: 1.0}),
-        "ids must be below the vocabulary size (300)",
-    ),
+    "stop_token_ids": (([300], [5, 301], [2**32 - 1]),
+                       "ids must be below the vocabulary size (300)"),
+    "logit_bias": (({300: 1.0}, {5: 0.0, 2**32 - 1: 1.0}),
+                   "ids must be below the vocabulary size (300)"),
     "stop": (([""], ["x", ""], ["x" * 257]), "each must have from 1 to 256"),
     "bad_words": (([""], ["fox", "  "]), "each word must have at least one"),
-}
+}  # fmt: skip
 OF_REQUEST: dict[str, tuple[tuple[object, ...], str]] = {
     "request_id": (("x" * 129, "\N{HOT BEVERAGE}" * 200), "it must have at most 128"),
     "priority": ((101, -101, 2**31 - 1, -(2**31)), "it must be from -100 to 100"),
@@ -95,12 +91,8 @@ def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
     # Beside a field that is right, beside every other that is wrong: the wrong one is named, or one
     # of the two.
     right_ones = {
-        "temperature": 0.5,
-        "top_p": 0.5,
-        "max_tokens": 3,
-        "stop": ["x"],
-        "ignore_eos": True,
-    }
+        "temperature": 0.5, "top_p": 0.5, "max_tokens": 3, "stop": ["x"], "ignore_eos": True,
+    }  # fmt: skip
     for field, (values, right) in MISTAKES.items():
         others = {name: value for name, value in right_ones.items() if name != field}
         yield (

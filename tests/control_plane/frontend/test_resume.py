@@ -148,24 +148,19 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(
 LATE = {"max_tokens": 4, "stop_token_ids": [30], "ignore_eos": True}
 
 
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        (request((0, [9] * 4), **LATE), "output_ids has 4 ids; max_tokens is 4, so the choice"),
-        (request((0, [9] * 5), **LATE), "output_ids has 5 ids; max_tokens is 4, so the choice"),
-        (request((0, [9, 300]), **LATE), "output_ids has 300; ids must be below the vocabulary"),
-        (request((0, [30, 9]), **LATE), "output_ids has the stop token 30 at 0, so the choice has"),
-        (request((0, [1]), max_tokens=4), "output_ids has the stop token 1 at 0"),
-        (
-            request((0, WORDS[:-1]), stop=["quick"], max_tokens=50),
-            "output_ids has the stop string 'quick', so the choice has ended",
-        ),
-        (request(), "resume.choices is empty; it must name the choices"),
-        (request((1, [])), "resume.choices.0.index is 1; it must be below n (1), and no other"),
-        (request((0, []), (0, [])), "resume.choices.1.index is 0; it must be below n (1)"),
-        (request((0, []), attempt=0), "resume.attempt is 0; it must be from 1 to 1,000,000"),
-    ],
-)
+@pytest.mark.parametrize(("message", "sentence"), [
+    (request((0, [9] * 4), **LATE), "output_ids has 4 ids; max_tokens is 4, so the choice"),
+    (request((0, [9] * 5), **LATE), "output_ids has 5 ids; max_tokens is 4, so the choice"),
+    (request((0, [9, 300]), **LATE), "output_ids has 300; ids must be below the vocabulary"),
+    (request((0, [30, 9]), **LATE), "output_ids has the stop token 30 at 0, so the choice has"),
+    (request((0, [1]), max_tokens=4), "output_ids has the stop token 1 at 0"),
+    (request((0, WORDS[:-1]), stop=["quick"], max_tokens=50),
+     "output_ids has the stop string 'quick', so the choice has ended"),
+    (request(), "resume.choices is empty; it must name the choices"),
+    (request((1, [])), "resume.choices.0.index is 1; it must be below n (1), and no other"),
+    (request((0, []), (0, [])), "resume.choices.1.index is 0; it must be below n (1)"),
+    (request((0, []), attempt=0), "resume.attempt is 0; it must be from 1 to 1,000,000"),
+])  # fmt: skip
 def test_a_resume_that_cannot_be_is_refused_by_its_field(
     stub: rpc.InferenceStub, message: pb.GenerateRequest, sentence: str
 ) -> None:
@@ -200,17 +195,14 @@ def test_http_resumes_by_the_same_fields(service: Service) -> None:
     assert TOKENIZER.decode(WORDS[:2]) + text == "the quick brown fox"
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        ({"stream": False}, "resume is given; it needs stream to be true"),
-        ({"prompt": ["a", "b"]}, "resume is given; it needs one prompt"),
-        ({"echo": True}, "resume is given; it needs one prompt, and echo to be false"),
-        ({"resume": {"choices": [{"output_ids": [-1]}]}}, "resume.choices.0.output_ids.0 is -1"),
-        ({"resume": {"choices": [{"output_ids": [300]}]}}, "resume.choices.0.output_ids has 300"),
-        ({"resume": {"attempt": 1}}, "resume.choices is absent"),
-    ],
-)
+@pytest.mark.parametrize(("more", "sentence"), [
+    ({"stream": False}, "resume is given; it needs stream to be true"),
+    ({"prompt": ["a", "b"]}, "resume is given; it needs one prompt"),
+    ({"echo": True}, "resume is given; it needs one prompt, and echo to be false"),
+    ({"resume": {"choices": [{"output_ids": [-1]}]}}, "resume.choices.0.output_ids.0 is -1"),
+    ({"resume": {"choices": [{"output_ids": [300]}]}}, "resume.choices.0.output_ids has 300"),
+    ({"resume": {"attempt": 1}}, "resume.choices is absent"),
+])  # fmt: skip
 def test_http_refuses_a_resume_that_cannot_be(
     service: Service, more: dict[str, Any], sentence: str
 ) -> None:

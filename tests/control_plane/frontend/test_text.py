@@ -260,18 +260,9 @@ def test_kimis_vocabulary_makes_the_tokens_that_tiktoken_makes(kimi: Path) -> No
         word = "".join(random.choices("abcde", k=random.randint(1, 9)))
         assert tokenizer.encode(word) == ranked(word, ranks), word
     split = [
-        "It's",
-        " abc",
-        " \u4e16",
-        "\u754c\u4f60",
-        "na\u00efve",
-        "123",
-        "45",
-        " !",
-        "\n\n",
-        "  ",
+        "It's", " abc", " \u4e16", "\u754c\u4f60", "na\u00efve", "123", "45", " !", "\n\n", "  ",
         " x",
-    ]
+    ]  # fmt: skip
     # Han characters stand for themselves, also behind a space.
     split[2:4] = [" ", "\u4e16\u754c\u4f60"]
     assert tokenizer.encode("".join(split)) == [i for one in split for i in ranked(one, ranks)]

@@ -45,34 +45,24 @@ MALFORMED = [
     (ids(5, 6, 301, 7), {}, "token_ids has 301"),
     (ids(2**31), {}, "token_ids has 2147483648"),
     (ids(2**32 - 1), {}, "token_ids has 4294967295"),
-    (
-        ids(*[5] * 1000),
-        {},
-        "token_ids has 1000 tokens, and the output needs one. This model's maximum context",
-    ),
+    (ids(*[5] * 1000), {},
+     "token_ids has 1000 tokens, and the output needs one. This model's maximum context"),
     (ids(*[5] * 1000), {"max_tokens": 1}, "token_ids has 1000 tokens"),
     (ids(*[5] * 100_000), {"max_tokens": 1}, "token_ids has 100000 tokens"),
-    (
-        {"text": "x" * 1001},
-        {"max_tokens": 1},
-        "text has 1001 tokens, and the output needs one. This model's maximum context",
-    ),
+    ({"text": "x" * 1001},
+     {"max_tokens": 1},
+     "text has 1001 tokens, and the output needs one. This model's maximum context"),
     ({"text": "qz" * 200_000}, {"max_tokens": 1}, "text has at least 233333 tokens"),
     # The length of prompt and output.
-    (
-        ids(*[5] * 999),
-        {"max_tokens": 9, "min_tokens": 2},
-        "min_tokens is 2; after a prompt of 999 tokens it must be at most 1. This model's maximum",
-    ),
+    (ids(*[5] * 999),
+     {"max_tokens": 9, "min_tokens": 2},
+     "min_tokens is 2; after a prompt of 999 tokens it must be at most 1. This model's maximum"),
     (ids(5), {"max_tokens": 1001}, "max_tokens is 1001; it must be at most 1000. This model's"),
     (ids(*[5] * 999), {"max_tokens": 1001}, "max_tokens is 1001; it must be at most 1000"),
     (ids(5), {"max_tokens": 2**31 - 1}, "max_tokens is 2147483647"),
     # The request's id.
-    (
-        {"request_id": "x" * 129, **ids(5)},
-        {},
-        "request_id has 129 characters; it must have at most 128",
-    ),
+    ({"request_id": "x" * 129, **ids(5)}, {},
+     "request_id has 129 characters; it must have at most 128"),
     ({"request_id": "x" * 100_000, **ids(5)}, {}, "request_id has 100000 characters"),
     # Numbers of tokens.
     (ids(5), {"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
@@ -80,18 +70,14 @@ MALFORMED = [
     (ids(5), {"max_tokens": -(2**31)}, "max_tokens is -2147483648"),
     (ids(5), {"min_tokens": -1}, "min_tokens is -1; it must be from 0 to max_tokens (16)"),
     (ids(5), {"min_tokens": 17}, "min_tokens is 17; it must be from 0 to max_tokens (16)"),
-    (
-        ids(5),
-        {"min_tokens": 3, "max_tokens": 2},
-        "min_tokens is 3; it must be from 0 to max_tokens (2)",
-    ),
+    (ids(5),
+     {"min_tokens": 3, "max_tokens": 2},
+     "min_tokens is 3; it must be from 0 to max_tokens (2)"),
     (ids(5), {"min_tokens": 2**31 - 1}, "min_tokens is 2147483647"),
     # Temperature, top-k, top-p, seed.
-    (
-        ids(5),
-        {"temperature": math.nan},
-        "temperature is nan; it must be a finite number, 0 (greedy) or more",
-    ),
+    (ids(5),
+     {"temperature": math.nan},
+     "temperature is nan; it must be a finite number, 0 (greedy) or more"),
     (ids(5), {"temperature": -math.nan}, "temperature is nan"),
     (ids(5), {"temperature": math.inf}, "temperature is inf"),
     (ids(5), {"temperature": -math.inf}, "temperature is -inf"),
@@ -111,33 +97,25 @@ MALFORMED = [
     (ids(5), {"min_p": -0.1}, "min_p is -0.1; it must be from 0 (all tokens) to 1"),
     (ids(5), {"min_p": 1.0000001}, "min_p is 1.0000001"),
     (ids(5), {"min_p": math.nan}, "min_p is nan"),
-    (
-        ids(5),
-        {"repetition_penalty": 0.0},
-        "repetition_penalty is 0.0; it must be a finite number above 0",
-    ),
+    (ids(5),
+     {"repetition_penalty": 0.0},
+     "repetition_penalty is 0.0; it must be a finite number above 0"),
     (ids(5), {"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
     (ids(5), {"repetition_penalty": math.inf}, "repetition_penalty is inf"),
     (ids(5), {"repetition_penalty": math.nan}, "repetition_penalty is nan"),
     (ids(5), {"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be from -2 to 2"),
     (ids(5), {"presence_penalty": -2.1}, "presence_penalty is -2.1"),
     (ids(5), {"presence_penalty": math.nan}, "presence_penalty is nan"),
-    (
-        ids(5),
-        {"frequency_penalty": -math.inf},
-        "frequency_penalty is -inf; it must be from -2 to 2",
-    ),
+    (ids(5),
+     {"frequency_penalty": -math.inf},
+     "frequency_penalty is -inf; it must be from -2 to 2"),
     (ids(5), {"frequency_penalty": math.nan}, "frequency_penalty is nan"),
-    (
-        ids(5),
-        {"logit_bias": {300: 1.0}},
-        "logit_bias has 300; ids must be below the vocabulary size (300)",
-    ),
-    (
-        ids(5),
-        {"logit_bias": {4: 100.5}},
-        "logit_bias of token 4 is 100.5; it must be from -100 to 100",
-    ),
+    (ids(5),
+     {"logit_bias": {300: 1.0}},
+     "logit_bias has 300; ids must be below the vocabulary size (300)"),
+    (ids(5),
+     {"logit_bias": {4: 100.5}},
+     "logit_bias of token 4 is 100.5; it must be from -100 to 100"),
     (ids(5), {"logit_bias": {4: math.nan}}, "logit_bias of token 4 is nan"),
     (ids(5), {"logit_bias": {4: -math.inf}}, "logit_bias of token 4 is -inf"),
     (ids(5), {"bad_words": [""]}, "bad_words has '', which has no tokens"),
@@ -161,21 +139,17 @@ MALFORMED = [
     ({"queue_timeout_ms": 0, **ids(5)}, {}, "queue_timeout_ms is 0; it must be at least 1"),
     ({"queue_timeout_ms": -5, **ids(5)}, {}, "queue_timeout_ms is -5"),
     # Stop tokens.
-    (
-        ids(5),
-        {"stop_token_ids": [300]},
-        "stop_token_ids has 300; ids must be below the vocabulary size (300)",
-    ),
+    (ids(5),
+     {"stop_token_ids": [300]},
+     "stop_token_ids has 300; ids must be below the vocabulary size (300)"),
     (ids(5), {"stop_token_ids": [2, 2**32 - 1]}, "stop_token_ids has 4294967295"),
-    (
-        ids(5),
-        {"stop_token_ids": range(2, 67)},
-        "stop_token_ids has 66 ids, the model's 1 end-of-sequence tokens included; at most 64",
-    ),
+    (ids(5),
+     {"stop_token_ids": range(2, 67)},
+     "stop_token_ids has 66 ids, the model's 1 end-of-sequence tokens included; at most 64"),
     # Several at once: one of them is named.
     ({"request_id": "x" * 129, **ids(5)}, {"max_tokens": 0}, "request_id has 129 characters"),
     ({"text": ""}, {"temperature": math.nan, "max_tokens": 0}, "is"),
-]
+]  # fmt: skip
 
 
 def first_response(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
@@ -292,35 +266,26 @@ def test_what_a_checkpoint_is_said_to_hold_is_what_the_scheduler_takes(
     assert "need" in (invalidity(Arrival(1, 10, params.max_tokens + 1), cluster) or "")
 
 
-@pytest.mark.parametrize(
-    ("fields", "sampling"),
-    [
-        (ids(0), {}),
-        ({"priority": -100, "queue_timeout_ms": 2**31 - 1, **ids(5)}, {}),
-        (ids(299), {"max_tokens": 999}),
-        (ids(*[5] * 999), {"max_tokens": 1}),
-        (ids(*[5] * 999), {"max_tokens": 1000}),
-        (ids(*[5] * 999), {}),
-        ({"text": "x"}, {"min_tokens": 16, "max_tokens": 16}),
-        ({"request_id": "x" * 128, **ids(5)}, {}),
-        (ids(5), {"temperature": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1, "seed": 2**63 - 1}),
-        (
-            ids(5),
-            {
-                "min_p": 1.0,
-                "repetition_penalty": 5e-324,
-                "presence_penalty": -2.0,
-                "frequency_penalty": 2.0,
-            },
-        ),
-        (ids(5), {"logit_bias": {0: -100.0, 299: 100.0}, "bad_words": ["qz" * 64, "x"]}),
-        (ids(5), {"stop": ["\N{HOT BEVERAGE}" * 256] * 16, "include_stop_str_in_output": True}),
-        (ids(5), {"logprobs": 20}),
-        (ids(5), {"stop_token_ids": [2] * 100}),
-        (ids(5), {"stop_token_ids": range(1, 65)}),
-        (ids(5), {"stop_token_ids": range(2, 66), "ignore_eos": True}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "sampling"), [
+    (ids(0), {}),
+    ({"priority": -100, "queue_timeout_ms": 2**31 - 1, **ids(5)}, {}),
+    (ids(299), {"max_tokens": 999}),
+    (ids(*[5] * 999), {"max_tokens": 1}),
+    (ids(*[5] * 999), {"max_tokens": 1000}),
+    (ids(*[5] * 999), {}),
+    ({"text": "x"}, {"min_tokens": 16, "max_tokens": 16}),
+    ({"request_id": "x" * 128, **ids(5)}, {}),
+    (ids(5), {"temperature": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1, "seed": 2**63 - 1}),
+    (ids(5),
+     {"min_p": 1.0, "repetition_penalty": 5e-324, "presence_penalty": -2.0,
+      "frequency_penalty": 2.0}),
+    (ids(5), {"logit_bias": {0: -100.0, 299: 100.0}, "bad_words": ["qz" * 64, "x"]}),
+    (ids(5), {"stop": ["\N{HOT BEVERAGE}" * 256] * 16, "include_stop_str_in_output": True}),
+    (ids(5), {"logprobs": 20}),
+    (ids(5), {"stop_token_ids": [2] * 100}),
+    (ids(5), {"stop_token_ids": range(1, 65)}),
+    (ids(5), {"stop_token_ids": range(2, 66), "ignore_eos": True}),
+])  # fmt: skip
 def test_what_is_just_allowed_goes_through(service: Service, fields: dict, sampling: dict) -> None:
     request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
     with grpc.insecure_channel(service.address) as channel:

@@ -24,21 +24,10 @@ def test_an_ended_request_is_one_line(caplog):
     log_ended(FinishReason.LENGTH, request)
     (record,) = caplog.records
     assert fields(record) == {
-        "id": "chatcmpl-a",
-        "number": 7,
-        "endpoint": "/v1/chat/completions",
-        "tenant": "ada",
-        "reason": "length",
-        "tokens_in": 100,
-        "tokens_out": 3,
-        "queue_s": 0.1,
-        "prefill_s": 0.1,
-        "decode_s": 0.04,
-        "total_s": 0.25,
-        "cp_degree": 4,
-        "moe_binding": 2,
-        "attempts": 2,
-    }
+        "id": "chatcmpl-a", "number": 7, "endpoint": "/v1/chat/completions", "tenant": "ada",
+        "reason": "length", "tokens_in": 100, "tokens_out": 3, "queue_s": 0.1, "prefill_s": 0.1,
+        "decode_s": 0.04, "total_s": 0.25, "cp_degree": 4, "moe_binding": 2, "attempts": 2,
+    }  # fmt: skip
 
 
 def test_the_services_fault_is_a_warning(caplog):
@@ -47,11 +36,8 @@ def test_the_services_fault_is_a_warning(caplog):
     log_refused("a", "Generate", FinishReason.INVALID, "prompt is empty")
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert fields(caplog.records[1]) == {
-        "id": "a",
-        "endpoint": "Generate",
-        "reason": "invalid",
-        "error": "prompt is empty",
-    }
+        "id": "a", "endpoint": "Generate", "reason": "invalid", "error": "prompt is empty",
+    }  # fmt: skip
 
 
 def test_a_refusal_of_a_service_that_drains_is_no_failure(caplog):

@@ -11,15 +11,12 @@ from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 
 
-@pytest.mark.parametrize(
-    ("service", "advertised"),
-    [
-        (ServiceConfig(), "127.0.0.1"),
-        (ServiceConfig(host="10.1.2.3"), "10.1.2.3"),
-        (ServiceConfig(host="10.1.2.3", advertised_host="gateway.example"), "gateway.example"),
-        (ServiceConfig(host="0.0.0.0", advertised_host="10.9.9.9"), "10.9.9.9"),
-    ],
-)
+@pytest.mark.parametrize(("service", "advertised"), [
+    (ServiceConfig(), "127.0.0.1"),
+    (ServiceConfig(host="10.1.2.3"), "10.1.2.3"),
+    (ServiceConfig(host="10.1.2.3", advertised_host="gateway.example"), "gateway.example"),
+    (ServiceConfig(host="0.0.0.0", advertised_host="10.9.9.9"), "10.9.9.9"),
+])  # fmt: skip
 def test_a_host_that_is_named_is_told(service, advertised):
     assert advertised_host(service) == advertised
 
@@ -40,17 +37,14 @@ def test_on_every_interface_the_address_of_the_route_is_told_not_that_of_the_nam
         )
 
 
-@pytest.mark.parametrize(
-    ("host", "answer"),
-    [
-        ("127.0.0.1", True),
-        ("127.0.1.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("10.0.0.1", False),
-        ("a.b", False),
-    ],
-)
+@pytest.mark.parametrize(("host", "answer"), [
+    ("127.0.0.1", True),
+    ("127.0.1.1", True),
+    ("::1", True),
+    ("localhost", True),
+    ("10.0.0.1", False),
+    ("a.b", False),
+])  # fmt: skip
 def test_only_this_machine_reaches_a_loopback_address(host, answer):
     assert is_loopback(host) is answer
 

@@ -269,16 +269,13 @@ class Intruder:
             attempts = {
                 "a stranger as instance 0": attach_instance(hello(0), timeout=WAIT_S),
                 "a stranger as the prefill": attach_prefill(iter(()), timeout=WAIT_S),
-                "instance 1 as instance 0": attach_instance(
-                    hello(0), metadata=second.metadata, timeout=WAIT_S
-                ),
-                "the prefill as instance 0": attach_instance(
-                    hello(0), metadata=prefill.metadata, timeout=WAIT_S
-                ),
-                "instance 0 as the prefill": attach_prefill(
-                    iter(()), metadata=first.metadata, timeout=WAIT_S
-                ),
-            }
+                "instance 1 as instance 0": attach_instance(hello(0), metadata=second.metadata,
+                                                            timeout=WAIT_S),
+                "the prefill as instance 0": attach_instance(hello(0), metadata=prefill.metadata,
+                                                             timeout=WAIT_S),
+                "instance 0 as the prefill": attach_prefill(iter(()), metadata=first.metadata,
+                                                            timeout=WAIT_S),
+            }  # fmt: skip
             self.codes = {name: code_of(call) for name, call in attempts.items()}
             for call in (
                 attach_instance(hello(0), metadata=first.metadata, timeout=WAIT_S),

@@ -139,17 +139,13 @@ def test_a_node_carries_what_an_instance_says_and_its_end():
 
 @pytest.mark.parametrize(
     ("message", "sentence"),
-    [
-        (b"\xff\xff", "Expected `array`, got `int`"),
-        (TO_INSTANCE.encode(Leave()), "'Leave'"),
-        (
-            FROM_INSTANCE.encode(WindowDone(1, 3, (Finished(1, 2, "tired"),))),
-            "Invalid enum value 'tired'",
-        ),
-        (FROM_INSTANCE.encode(WindowDone(2, 3)), "it speaks as instance 2"),
-    ],
+    [(b"\xff\xff", "Expected `array`, got `int`"),
+     (TO_INSTANCE.encode(Leave()), "'Leave'"),
+     (FROM_INSTANCE.encode(WindowDone(1, 3, (Finished(1, 2, "tired"),))),
+      "Invalid enum value 'tired'"),
+     (FROM_INSTANCE.encode(WindowDone(2, 3)), "it speaks as instance 2")],
     ids=["bytes", "kind", "reason", "speaker"],
-)
+)  # fmt: skip
 def test_a_message_that_means_nothing_ends_the_stream_of_its_instance_alone(message, sentence):
     """The node's stream, and with it those of its other instances, goes on."""
     listener, _, _ = attached(

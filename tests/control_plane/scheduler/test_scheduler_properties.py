@@ -37,15 +37,12 @@ CLUSTER = ClusterConfig(
 )
 
 steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.integers(1, 500), st.integers(1, 150)),
-        st.tuples(st.just("window"), st.integers(0, 4), st.just(0)),
-        st.tuples(st.just("answer"), st.integers(0, 99), st.integers(0, 9)),
-        st.tuples(st.just("abort"), st.integers(0, 99), st.just(0)),
-    ),
-    min_size=10,
-    max_size=80,
-)
+    st.one_of(st.tuples(st.just("arrive"), st.integers(1, 500), st.integers(1, 150)),
+              st.tuples(st.just("window"), st.integers(0, 4), st.just(0)),
+              st.tuples(st.just("answer"), st.integers(0, 99), st.integers(0, 9)),
+              st.tuples(st.just("abort"), st.integers(0, 99), st.just(0))),
+    min_size=10, max_size=80,
+)  # fmt: skip
 configs = st.builds(
     lambda policy, **knobs: SchedulerConfig(
         policy=policy, ttft_targets=((0, 1),) if policy == "cost_aware" else (), **knobs

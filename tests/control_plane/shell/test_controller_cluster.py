@@ -36,16 +36,10 @@ sooner than by any timeout.
 """
 SLOW = "harness.services.hash_members:build_slow"
 NO_RECOVERY = replace(CONFIG, limits=replace(CONFIG.limits, recovery_timeout_ms=0))
-IMPATIENT = replace(
-    CONFIG,
-    limits=replace(
-        NO_RECOVERY.limits,
-        exchange_timeout_ms=2500,
-        plan_timeout_ms=2000,
-        retry_ms=500,
-        suspect_ms=60_000,
-    ),
-)
+IMPATIENT = replace(CONFIG, limits=replace(
+    NO_RECOVERY.limits, exchange_timeout_ms=2500, plan_timeout_ms=2000, retry_ms=500,
+    suspect_ms=60_000,
+))  # fmt: skip
 """Peers and the controller wait for windows, and no heartbeat is missed."""
 
 
@@ -154,14 +148,11 @@ def go_on(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("how", "culprit", "limits"),
-    [
-        ("stopping", "instance .", {}),
-        # Its own heartbeats and those of who waits for it say who it is.
-        ("hanging", "instance 1", {"exchange_timeout_ms": 8000, "suspect_ms": 10_000}),
-    ],
-)
+@pytest.mark.parametrize(("how", "culprit", "limits"), [
+    ("stopping", "instance .", {}),
+    # Its own heartbeats and those of who waits for it say who it is.
+    ("hanging", "instance 1", {"exchange_timeout_ms": 8000, "suspect_ms": 10_000}),
+])  # fmt: skip
 def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culprit, limits):
     limits = replace(IMPATIENT.limits, **limits)
     with (

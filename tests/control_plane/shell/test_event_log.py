@@ -97,11 +97,8 @@ def test_a_recorded_cluster_plays_again_to_the_same_plans(played_cluster, policy
     path, plans = played_cluster(seed, policy)
     played = replayed(path)
     assert (played.num_calls, played.difference, played.failure, played.is_truncated) == (
-        len(plans),
-        None,
-        "",
-        False,
-    )
+        len(plans), None, "", False,
+    )  # fmt: skip
     assert played.num_windows == sum(plan.window is not None for plan in plans) > 0
     assert (played.num_requests, played.policy) == (16, policy)
 
@@ -221,25 +218,16 @@ def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
     assert played.is_truncated == (whole[length - 1 : length] != b"\n")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ("{", "", "record 3: Invalid JSON"),
-        ("now_us", "now_ms", "record 3: now_us: Field required"),
-        ('"Arrival"', '"Arival"', "record 3: events.0: "),
-        (
-            '"prompt_len":100',
-            '"prompt_len":"1"',
-            "record 3: events.0.Arrival.1.prompt_len: Input should be a valid int",
-        ),
-        (
-            '"max_tokens":8',
-            '"max_tokens":8,"x":1',
-            "record 3: events.0.Arrival.1.x: Unexpected keyword argument",
-        ),
-        ('[["Arrival"', '[7,["Arrival"', "record 3: events.0: "),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "named"), [
+    ("{", "", "record 3: Invalid JSON"),
+    ("now_us", "now_ms", "record 3: now_us: Field required"),
+    ('"Arrival"', '"Arival"', "record 3: events.0: "),
+    ('"prompt_len":100', '"prompt_len":"1"',
+     "record 3: events.0.Arrival.1.prompt_len: Input should be a valid int"),
+    ('"max_tokens":8', '"max_tokens":8,"x":1',
+     "record 3: events.0.Arrival.1.x: Unexpected keyword argument"),
+    ('[["Arrival"', '[7,["Arrival"', "record 3: events.0: "),
+])  # fmt: skip
 def test_a_damaged_record_is_named(short_log, old, new, named):
     lines = short_log.read_text().splitlines(keepends=True)
     assert old in lines[2]
@@ -250,24 +238,17 @@ def test_a_damaged_record_is_named(short_log, old, new, named):
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("header", "named"),
-    [
-        ("", "is no event log"),
-        ("[1]\n", "is no event log"),
-        ('{"now_us":1}\n', "is no event log"),
-        ('{"nanocp_event_log":2}\n', "of version 2; it must be of version 1"),
-        ('{"nanocp_event_log":1,"cluster":{}}\n', "record 1: scheduler: Field required"),
-        (
-            '{"nanocp_event_log":1,"cluster":{"num_frame":1},"scheduler":{}}\n',
-            "record 1: cluster.num_frame: ",
-        ),
-        (
-            '{"nanocp_event_log":1,"cluster":{},"scheduler":{"policy":"dual"}}\n',
-            "nearest: dual_balanced",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("header", "named"), [
+    ("", "is no event log"),
+    ("[1]\n", "is no event log"),
+    ('{"now_us":1}\n', "is no event log"),
+    ('{"nanocp_event_log":2}\n', "of version 2; it must be of version 1"),
+    ('{"nanocp_event_log":1,"cluster":{}}\n', "record 1: scheduler: Field required"),
+    ('{"nanocp_event_log":1,"cluster":{"num_frame":1},"scheduler":{}}\n',
+     "record 1: cluster.num_frame: "),
+    ('{"nanocp_event_log":1,"cluster":{},"scheduler":{"policy":"dual"}}\n',
+     "nearest: dual_balanced"),
+])  # fmt: skip
 def test_what_is_no_log_is_named(tmp_path, header, named):
     (tmp_path / "log").write_text(header)
     with pytest.raises(ValueError) as caught:

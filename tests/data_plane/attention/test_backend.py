@@ -169,23 +169,17 @@ def test_auto_on_hopper_takes_flashmla_where_it_can_else_triton_and_says_why(hop
         attention_backend("auto", site("cuda"))
 
 
-@pytest.mark.parametrize(
-    ("name", "what", "words"),
-    [
-        ("triton", {"rank": 500}, "kv_lora_rank is 500"),
-        ("triton", {"rope_dim": 8}, "qk_rope_head_dim is 8"),
-        ("triton", {"kv_dtype": torch.float32}, "reads KV of the queries' dtype or FP8"),
-        ("flashmla", {"rank": 256}, "its widths are 512"),
-        (
-            "flashmla",
-            {"q_dtype": torch.float32, "kv_dtype": torch.float32},
-            "takes bfloat16 or float16",
-        ),
-        ("flashmla", {"kv_dtype": torch.uint8}, "takes bfloat16 or float16"),
-        ("flash_attention", {}, "the package flash_attn_3 is not installed"),
-        ("torch", {}, "it is the CPU's path"),
-    ],
-)
+@pytest.mark.parametrize(("name", "what", "words"), [
+    ("triton", {"rank": 500}, "kv_lora_rank is 500"),
+    ("triton", {"rope_dim": 8}, "qk_rope_head_dim is 8"),
+    ("triton", {"kv_dtype": torch.float32}, "reads KV of the queries' dtype or FP8"),
+    ("flashmla", {"rank": 256}, "its widths are 512"),
+    ("flashmla", {"q_dtype": torch.float32, "kv_dtype": torch.float32},
+     "takes bfloat16 or float16"),
+    ("flashmla", {"kv_dtype": torch.uint8}, "takes bfloat16 or float16"),
+    ("flash_attention", {}, "the package flash_attn_3 is not installed"),
+    ("torch", {}, "it is the CPU's path"),
+])  # fmt: skip
 def test_what_a_backend_cannot_do_is_refused_by_name(hopper, name, what, words):
     with pytest.raises(ValueError, match=f"attention_backend is {name}: .*{words}"):
         attention_backend(name, site("cuda", **what))

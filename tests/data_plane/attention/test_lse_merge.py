@@ -35,12 +35,9 @@ def test_partials_of_a_split_softmax_merge_to_the_whole():
 
 
 @settings(max_examples=50)
-@given(
-    st.integers(1, 9),
-    st.integers(0, 1000),
-    st.sampled_from([0.1, 5.0, 200.0]),
-    st.sets(st.integers(0, 8), max_size=9),
-)
+@given(st.integers(1, 9), st.integers(0, 1000), st.sampled_from([0.1, 5.0, 200.0]), st.sets(
+    st.integers(0, 8), max_size=9
+))  # fmt: skip
 def test_fast_and_slow_agree(num_partials, seed, spread, empty):
     partial, lse = make_partials(
         num_partials, seed, spread, {index for index in empty if index < num_partials}

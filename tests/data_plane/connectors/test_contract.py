@@ -220,15 +220,12 @@ def test_a_receiver_that_is_lost_costs_its_ticket_only():
     assert engine.num_blocks_used == 0
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"fingerprint": {"rope": "plain"}}, "rope is yarn in this engine and plain in NanoCP"),
-        ({"fingerprint": {"rope": "yarn", "x": "1"}}, "x is None in this engine and 1 in NanoCP"),
-        ({"num_tokens": 199}, "the prompt has 200 tokens, its ticket 199"),
-        ({"page_backend": "nixl"}, "page_backend is nixl, and NIXL is not installed beside vLLM"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "sentence"), [
+    ({"fingerprint": {"rope": "plain"}}, "rope is yarn in this engine and plain in NanoCP"),
+    ({"fingerprint": {"rope": "yarn", "x": "1"}}, "x is None in this engine and 1 in NanoCP"),
+    ({"num_tokens": 199}, "the prompt has 200 tokens, its ticket 199"),
+    ({"page_backend": "nixl"}, "page_backend is nixl, and NIXL is not installed beside vLLM"),
+])  # fmt: skip
 def test_a_ticket_that_does_not_fit_is_refused_with_both_values(changed, sentence, monkeypatch):
     monkeypatch.setattr("data_plane.prefill.connector.requests.nixl_package", lambda: None)
     places = Places()

@@ -267,15 +267,12 @@ def test_pages_have_the_keys_of_all_heads_then_their_values(
     worker.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("shape", "kernel", "sentence"),
-    [
-        ((2, 4, HEADS, 32, WIDTH), "vec", r"\[2, 4, 2, 32, 32\]; it must be \[blocks, 2, tokens"),
-        ((4, HEADS, 32, WIDTH), "vec", "the keys and values of the model's K/V heads"),
-        ((4, 1, 32, 2 * WIDTH), "vec", "it must be"),
-        ((4, HEADS, 32, 2 * WIDTH), "neon", "attention on this CPU is neon"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "kernel", "sentence"), [
+    ((2, 4, HEADS, 32, WIDTH), "vec", r"\[2, 4, 2, 32, 32\]; it must be \[blocks, 2, tokens"),
+    ((4, HEADS, 32, WIDTH), "vec", "the keys and values of the model's K/V heads"),
+    ((4, 1, 32, 2 * WIDTH), "vec", "it must be"),
+    ((4, HEADS, 32, 2 * WIDTH), "neon", "attention on this CPU is neon"),
+])  # fmt: skip
 def test_heads_that_it_cannot_read_are_refused(
     connector_module, heads_folder, shape, kernel, sentence
 ):
@@ -297,16 +294,13 @@ def test_a_rank_that_has_some_heads_is_refused(connector_module, folder, heads_f
     connector_module.NanocpConnector(config_of(folder, tensor_parallel_size=2), role, groups)
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1"),
-        ({"decode_context_parallel_size": 4}, "decode_context_parallel_size is 4"),
-        ({"cache_dtype": "fp8"}, "kv_cache_dtype fp8; NanoCP takes float32 or bfloat16"),
-        ({"dtype": torch.float16}, "dtype is torch.float16"),
-        ({"folder": "deepseek-ai/DeepSeek-V3"}, "give vLLM the checkpoint as a folder"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "sentence"), [
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1"),
+    ({"decode_context_parallel_size": 4}, "decode_context_parallel_size is 4"),
+    ({"cache_dtype": "fp8"}, "kv_cache_dtype fp8; NanoCP takes float32 or bfloat16"),
+    ({"dtype": torch.float16}, "dtype is torch.float16"),
+    ({"folder": "deepseek-ai/DeepSeek-V3"}, "give vLLM the checkpoint as a folder"),
+])  # fmt: skip
 def test_what_it_cannot_send_is_refused_at_the_start(connector_module, folder, changed, sentence):
     config = config_of(**({"folder": folder} | changed))
     with pytest.raises(ValueError, match=sentence):

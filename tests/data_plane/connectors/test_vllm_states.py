@@ -193,15 +193,12 @@ def test_the_state_goes_with_the_prompts_last_chunk_and_is_read_in_its_groups_bl
         requests.finished("r", is_aborted=False)
 
 
-@pytest.mark.parametrize(
-    ("section", "changed", "sentence"),
-    [
-        ("cache_config", {"mamba_cache_mode": "align"}, "prefix caching is on, .* it must be off"),
-        ("cache_config", {"use_replayssm": True}, "use_replayssm is on"),
-        ("model_config", {"dtype": torch.float32}, "dtype is torch.float32: on a CPU vLLM runs"),
-        ("parallel_config", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
-    ],
-)
+@pytest.mark.parametrize(("section", "changed", "sentence"), [
+    ("cache_config", {"mamba_cache_mode": "align"}, "prefix caching is on, .* it must be off"),
+    ("cache_config", {"use_replayssm": True}, "use_replayssm is on"),
+    ("model_config", {"dtype": torch.float32}, "dtype is torch.float32: on a CPU vLLM runs"),
+    ("parallel_config", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+])  # fmt: skip
 def test_an_engine_whose_states_cannot_be_right_is_refused_at_its_start(
     connector_module, prefilled, section, changed, sentence
 ):

@@ -32,17 +32,14 @@ LENGTHS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("degree", "cpu_kernels", "more"),
-    [
-        (1, "torch", {}),
-        pytest.param(2, "torch", {}, marks=in_system),
-        (4, "torch", {}),
-        pytest.param(2, "auto", {"dispatch_backend": "exchange"}, marks=in_system),
-        (2, "auto", {"dispatch_backend": "fused", "threads_per_instance": 2}),
-        (2, "avx2", {"moe_schedule": "arrival"}),
-    ],
-)
+@pytest.mark.parametrize(("degree", "cpu_kernels", "more"), [
+    (1, "torch", {}),
+    pytest.param(2, "torch", {}, marks=in_system),
+    (4, "torch", {}),
+    pytest.param(2, "auto", {"dispatch_backend": "exchange"}, marks=in_system),
+    (2, "auto", {"dispatch_backend": "fused", "threads_per_instance": 2}),
+    (2, "avx2", {"moe_schedule": "arrival"}),
+])  # fmt: skip
 def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels, more):
     if cpu_kernels == "avx2":
         native((torch.float32, "avx2"))
@@ -58,15 +55,12 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels, more):
     assert_exact(tiny_oracle, prompts)
 
 
-@pytest.mark.parametrize(
-    ("num_instances", "cpu_kernels"),
-    [
-        (4, "torch"),
-        (3, "auto"),
-        pytest.param(3, "torch", marks=in_system),
-        pytest.param(4, "auto", marks=in_system),
-    ],
-)
+@pytest.mark.parametrize(("num_instances", "cpu_kernels"), [
+    (4, "torch"),
+    (3, "auto"),
+    pytest.param(3, "torch", marks=in_system),
+    pytest.param(4, "auto", marks=in_system),
+])  # fmt: skip
 def test_experts_anywhere(tiny_checkpoint, tiny_oracle, num_instances, cpu_kernels):
     """Sixteen experts on four instances by a table that was drawn; on three they do not divide."""
     experts = random_table(16, num_instances, seed=1) if num_instances == 4 else None
@@ -332,19 +326,14 @@ SPREAD_VARIANTS = {
 """What `make test` has in VARIANTS too, with something else."""
 VARIANTS = {
     "plain rope, published spelling": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
-        True,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, True,
     ),
-    "no groups, two dense layers": (
-        {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
-        False,
-    ),
+    "no groups, two dense layers": ({"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+                                    False),
     "as DeepSeek-V2-Lite": (PRESETS["tiny-v2"], True),
-    "no dense layer, two shared experts": (
-        {"first_k_dense_replace": 0, "n_shared_experts": 2},
-        False,
-    ),
-}
+    "no dense layer, two shared experts": ({"first_k_dense_replace": 0, "n_shared_experts": 2},
+                                           False),
+}  # fmt: skip
 
 
 @pytest.fixture(

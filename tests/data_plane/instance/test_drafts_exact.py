@@ -43,16 +43,9 @@ CLUSTER = ClusterConfig(
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, logprobs=2)
 CONTROLLED = replace(
-    SAMPLED,
-    temperature=1.1,
-    top_k=400,
-    min_p=0.01,
-    repetition_penalty=1.2,
-    presence_penalty=0.4,
-    frequency_penalty=0.2,
-    logit_bias=((300, 2.0), (11, -3.0)),
-    bad_words=((5,), (6, 8)),
-)
+    SAMPLED, temperature=1.1, top_k=400, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.4,
+    frequency_penalty=0.2, logit_bias=((300, 2.0), (11, -3.0)), bad_words=((5,), (6, 8)),
+)  # fmt: skip
 
 
 def greedy_prompts():
@@ -142,31 +135,25 @@ RUNS = {
         {"wire_form": "latent", "cpu_kernels": "auto", "dispatch_backend": "exchange"},
     ),
     "d 3, k 4, degree 2, lanes, torch": (
-        2,
-        {"policy": "fixed_degree:2", "num_drafts": 3, "steps_per_window": 4, "lanes": "always"},
+        2, {"policy": "fixed_degree:2", "num_drafts": 3, "steps_per_window": 4, "lanes": "always"},
         {},
     ),
-    "d 1, k 4, degree 1, native": (
-        1,
-        {"policy": "fixed_degree:1", "num_drafts": 1, "steps_per_window": 4},
-        {"cpu_kernels": "auto"},
-    ),
-    "d 3, degree 1, fused": (
-        2,
-        {"policy": "fixed_degree:1", "num_drafts": 3},
-        {"cpu_kernels": "auto", "dispatch_backend": "fused", "threads_per_instance": 2},
-    ),
-    "d 2, degree 3, lanes drawn": (
-        3,
-        {"policy": "fixed_degree:3", "num_drafts": 2, "lanes": "random", "steps_per_window": 4},
-        {"cpu_kernels": "auto"},
-    ),
-    "d 1, k 4, chaos, resyncs, tcp": (
-        3,
-        CHAOS | {"num_drafts": 1, "steps_per_window": 4},
-        {"exchange_backend": "tcp"},
-    ),
-}
+    "d 1, k 4, degree 1, native": (1,
+                                   {"policy": "fixed_degree:1", "num_drafts": 1,
+                                    "steps_per_window": 4},
+                                   {"cpu_kernels": "auto"}),
+    "d 3, degree 1, fused": (2,
+                             {"policy": "fixed_degree:1", "num_drafts": 3},
+                             {"cpu_kernels": "auto", "dispatch_backend": "fused",
+                              "threads_per_instance": 2}),
+    "d 2, degree 3, lanes drawn": (3,
+                                   {"policy": "fixed_degree:3", "num_drafts": 2, "lanes": "random",
+                                    "steps_per_window": 4},
+                                   {"cpu_kernels": "auto"}),
+    "d 1, k 4, chaos, resyncs, tcp": (3,
+                                      CHAOS | {"num_drafts": 1, "steps_per_window": 4},
+                                      {"exchange_backend": "tcp"}),
+}  # fmt: skip
 """Instances, scheduler, data plane."""
 QUICK = list(RUNS)[1:3]
 

@@ -19,15 +19,9 @@ from harness.exact.exact_stories import STORIES, How
 from harness.exact.states_matrix import FAMILIES as WITH_STATES
 
 FAMILIES = (
-    "tiny-qwen3-moe",
-    "tiny-llama",
-    "tiny-qwen2",
-    "tiny-qwen3",
-    "tiny-glm4-moe",
-    "tiny-mixtral",
-    *WITH_STATES,
-    "tiny-qwen3-moe in bfloat16",
-)
+    "tiny-qwen3-moe", "tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-glm4-moe", "tiny-mixtral",
+    *WITH_STATES, "tiny-qwen3-moe in bfloat16",
+)  # fmt: skip
 """Presets; one is stored in bf16, which the kernels keep, and computed in fp32 like the others."""
 
 

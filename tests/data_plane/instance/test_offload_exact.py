@@ -84,14 +84,11 @@ def test_pages_of_rows_with_drafts(policy):
     talk(TALE, Oracle(TALE), **settings)
 
 
-@pytest.mark.parametrize(
-    ("preset", "k"),
-    [
-        ("tiny-qwen3-next", 4),
-        pytest.param("tiny-qwen3-next", 1, marks=pytest.mark.system),
-        pytest.param("tiny-kimi-linear", 4, marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize(("preset", "k"), [
+    ("tiny-qwen3-next", 4),
+    pytest.param("tiny-qwen3-next", 1, marks=pytest.mark.system),
+    pytest.param("tiny-kimi-linear", 4, marks=pytest.mark.system),
+])  # fmt: skip
 def test_pages_and_states_of_models_with_linear_attention_layers(tmp_path, preset, k):
     """The next round finds its pages; a preempted row comes back with its state."""
     make_checkpoint(tmp_path, preset, published_spelling=True)

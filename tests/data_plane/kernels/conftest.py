@@ -10,20 +10,11 @@ from harness.gpu_stand_ins.interpreter import interpret
 interpret()
 
 MINI = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8,
     "vocab_size": 320,
-}
+}  # fmt: skip
 """A dense layer and a mixture of experts, as small as the kernels take them."""
 
 

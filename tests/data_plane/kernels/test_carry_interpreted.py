@@ -75,15 +75,11 @@ class Layer:
 
 
 SHAPES = {
-    "tiny-qwen3-next": {
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 24,
-        "linear_value_head_dim": 40,
-    },
+    "tiny-qwen3-next": {"linear_num_key_heads": 1, "linear_num_value_heads": 2,
+                        "linear_key_head_dim": 24, "linear_value_head_dim": 40},
     "tiny-kimi-linear": {"linear_num_heads": 2, "linear_head_dim": 40},
     "tiny-ling": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 24},
-}
+}  # fmt: skip
 """Widths that are no power of two, and values of more columns than a program has at once."""
 
 

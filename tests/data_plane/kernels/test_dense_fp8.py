@@ -72,23 +72,11 @@ def test_widths_and_blocks_that_deep_gemm_does_not_take_make_no_layer(shape, blo
 
 
 WIDE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "vocab_size": 320,
-}
+    "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 4,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "vocab_size": 320,
+}  # fmt: skip
 """Every dense layer is made of whole blocks, but for the last rows of kv_a.
 
 A token visits every expert: rounding changes no choice.

@@ -44,17 +44,11 @@ def results(tmp_path_factory):
 
 @pytest.mark.system
 @without_gpu
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        (
-            "gpu_step",
-            {"ceilings", "exchange", "exchange, packed", "graphs", "replay", "step", "widths"}
-            | {"wire"},
-        ),
-        ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("gpu_step",
+     {"ceilings", "exchange", "exchange, packed", "graphs", "replay", "step", "widths"} | {"wire"}),
+    ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
+])  # fmt: skip
 def test_every_measurement_runs_and_is_kept(results, name, kinds):
     found = json.loads((results / f"{name}.json").read_text())
     assert {result["kind"] for result in found} == kinds

@@ -105,16 +105,13 @@ def launched(cuda, run):
 
 
 @without_gpu
-@pytest.mark.parametrize(
-    ("dispatch", "lanes", "is_eager"),
-    [
-        ("exchange", "random", False),
-        pytest.param("exchange", "always", True, marks=pytest.mark.system),
-        pytest.param("auto", "off", True, marks=pytest.mark.system),
-        pytest.param("fused", "off", True, marks=pytest.mark.system),
-        pytest.param("nixl_ep", "off", True, marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize(("dispatch", "lanes", "is_eager"), [
+    ("exchange", "random", False),
+    pytest.param("exchange", "always", True, marks=pytest.mark.system),
+    pytest.param("auto", "off", True, marks=pytest.mark.system),
+    pytest.param("fused", "off", True, marks=pytest.mark.system),
+    pytest.param("nixl_ep", "off", True, marks=pytest.mark.system),
+])  # fmt: skip
 def test_greedy_and_sampled_tokens_and_their_logprobs(
     mini, monkeypatch, tmp_path, dispatch, lanes, is_eager
 ):

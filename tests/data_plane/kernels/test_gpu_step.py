@@ -97,14 +97,9 @@ def small(tmp_path_factory):
 
 def small_checkpoint(preset, path):
     shape = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 32,
-        "num_local_experts": 8,
-        "vocab_size": 320,
-    }
+        "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64,
+        "moe_intermediate_size": 32, "num_local_experts": 8, "vocab_size": 320,
+    }  # fmt: skip
     fields = {name: value for name, value in shape.items() if name in PRESETS[preset]}
     make_checkpoint(path, preset, overrides=fields)
     return path, Oracle(path)
@@ -130,22 +125,12 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, small):
 
 
 LINEAR = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_local_experts": 8,
-    "num_experts": 8,
-    "vocab_size": 320,
-    "head_dim": 16,
-    "linear_key_head_dim": 24,
-    "linear_value_head_dim": 16,
-    "linear_head_dim": 16,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "num_local_experts": 8, "num_experts": 8,
+    "vocab_size": 320, "head_dim": 16, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+    "linear_head_dim": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])

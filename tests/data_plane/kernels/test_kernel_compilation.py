@@ -43,15 +43,12 @@ LIMITS = {
     **dict.fromkeys(("rows laid out in fp8", "gated rows laid out in fp8"), Limit(64)),
     **dict.fromkeys(("pairs here", "pairs that arrived"), Limit(128)),
     "sum pairs": Limit(208),
-    **dict.fromkeys(
-        ("decode bf16", "decode bf16, two queries", "decode fp16"),
-        Limit(255, stack_bytes=208, spills_in_loop=20),
-    ),
+    **dict.fromkeys(("decode bf16", "decode bf16, two queries", "decode fp16"), Limit(
+        255, stack_bytes=208, spills_in_loop=20
+    )),
     **dict.fromkeys(("decode fp32", "decode fp8, fp32 queries"), Limit(255)),
-    **dict.fromkeys(
-        ("decode fp8", "decode fp8, fp16 queries", "decode fp8, two queries"),
-        Limit(255, stack_bytes=448, spills_in_loop=80),
-    ),
+    **dict.fromkeys(("decode fp8", "decode fp8, fp16 queries", "decode fp8, two queries"),
+                    Limit(255, stack_bytes=448, spills_in_loop=80)),
     "decode K/V heads bf16": Limit(168),
     "decode K/V heads bf16, four queries": Limit(168),
     "decode K/V heads bf16, two queries": Limit(168),
@@ -65,7 +62,7 @@ LIMITS = {
     **dict.fromkeys(("delta rule bf16", "delta rule fp32"), Limit(168)),
     "delta rule by channel bf16": Limit(224),
     **dict.fromkeys(("merge splits", "merge partials", "merge returned"), Limit(64)),
-}
+}  # fmt: skip
 """Kernel -> the most that it may take.
 
 With Triton 3.6 no kernel spills in a loop; later versions widen and convert with more registers. On
@@ -163,14 +160,11 @@ def test_with_the_oldest_triton_no_loop_spills(compiled_by_oldest, name):
     assert kernel["shared_bytes"] <= SHARED_LIMIT
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gated gemm bf16", "gated gemm bf16, many rows", "gated gemm fp8", "grouped gemm bf16"),
-        *("grouped gemm bf16, many rows", "grouped gemm fp8", "scores bf16"),
-        *("decode bf16", "decode fp16", "decode fp8"),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *("gated gemm bf16", "gated gemm bf16, many rows", "gated gemm fp8", "grouped gemm bf16"),
+    *("grouped gemm bf16, many rows", "grouped gemm fp8", "scores bf16"),
+    *("decode bf16", "decode fp16", "decode fp8"),
+])  # fmt: skip
 def test_the_16_bit_kernels_use_hoppers_matrix_units_and_asynchronous_copies(compiled, name):
     kernel = compiled(name)
     assert kernel["num_wgmma"] > 0 and kernel["num_async_copies"] > 0
@@ -213,16 +207,12 @@ def test_the_lint_sees_a_wait_that_acquires_nothing(compiled, name):
 STORE, BARRIER = "\tst.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};", "\tbar.sync 0;"
 
 
-@pytest.mark.parametrize(
-    "release",
-    [
-        "\tst.release.sys.global.b32 [%rd2], %r5;",
-        "\tatom.global.sys.release.exch.b32 %r6, [%rd2], %r5;",
-        "\t@%p1 atom.global.acq_rel.sys.add.u32 %r6, [%rd2], 1;",
-        "\tred.release.sys.global.add.u32 [%rd2], 1;",
-        "\tfence.acq_rel.sys;",
-    ],
-)
+@pytest.mark.parametrize("release", [
+    "\tst.release.sys.global.b32 [%rd2], %r5;",
+    "\tatom.global.sys.release.exch.b32 %r6, [%rd2], %r5;",
+    "\t@%p1 atom.global.acq_rel.sys.add.u32 %r6, [%rd2], 1;",
+    "\tred.release.sys.global.add.u32 [%rd2], 1;", "\tfence.acq_rel.sys;",
+])  # fmt: skip
 def test_the_lint_sees_a_flag_that_other_threads_stores_may_pass(release):
     assert unordered_releases("\n".join([STORE, BARRIER, release])) == []
     assert unordered_releases("\n".join([STORE, release])) == [release.strip()]

@@ -36,18 +36,13 @@ def test_rows_and_partials_arrive_where_random_routes_say():
         case.check()
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [
-        pytest.param([], id="no request"),
-        pytest.param([(0, 1, (1,)), (1, 0, (0,))], id="no link"),
-        pytest.param(
-            [(0, 0, (1,)), (1, 0, (1,)), (2, 0, (1,))],
-            id="one way, every slot, no KV at the MoE binding",
-        ),
-        pytest.param([(i, i % 2, (0, 1)) for i in range(6)], id="every slot both ways"),
-    ],
-)
+@pytest.mark.parametrize("requests", [
+    pytest.param([], id="no request"),
+    pytest.param([(0, 1, (1,)), (1, 0, (0,))], id="no link"),
+    pytest.param([(0, 0, (1,)), (1, 0, (1,)), (2, 0, (1,))],
+                 id="one way, every slot, no KV at the MoE binding"),
+    pytest.param([(i, i % 2, (0, 1)) for i in range(6)], id="every slot both ways"),
+])  # fmt: skip
 def test_routes_at_their_limits(requests):
     case, _ = filled(2, 3, requests)
     case.run_layer()

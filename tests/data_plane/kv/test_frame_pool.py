@@ -19,17 +19,12 @@ from nanocp.values.table_changes import PageRun
 SCRATCH = 100 * 64
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.dictionaries(st.integers(0, 9), st.integers(0, 99), max_size=8),
-            st.integers(0, 639),
-            st.booleans(),
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
+@given(st.lists(
+    st.tuples(st.dictionaries(st.integers(0, 9), st.integers(0, 99), max_size=8),
+              st.integers(0, 639),
+              st.booleans()),
+    min_size=1, max_size=6,
+))  # fmt: skip
 def test_local_step_reads_and_writes_what_the_page_table_says(rows):
     pages = LocalPages.empty(len(rows), 10)
     for index, (frames, _, _) in enumerate(rows):

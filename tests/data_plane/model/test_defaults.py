@@ -97,13 +97,10 @@ def test_every_family_is_tried():
     assert families == set(FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("preset", "more", "sentence"),
-    [
-        ("tiny-qwen3-moe", {"num_experts": 8}, "num_experts is 8 and num_local_experts is 16"),
-        ("tiny-kimi-linear", {"n_group": 9}, "n_group is 9 and num_expert_group is"),
-    ],
-)
+@pytest.mark.parametrize(("preset", "more", "sentence"), [
+    ("tiny-qwen3-moe", {"num_experts": 8}, "num_experts is 8 and num_local_experts is 16"),
+    ("tiny-kimi-linear", {"n_group": 9}, "n_group is 9 and num_expert_group is"),
+])  # fmt: skip
 def test_two_names_of_one_field_that_differ_are_refused(tmp_path, preset, more, sentence):
     assert sentence in read(tmp_path, spelled(preset, False) | more)
 

@@ -25,43 +25,21 @@ PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0
 # A stretch wide enough for the ramp between plain and interpolated frequencies, and an mscale that
 # does not cancel.
 OTHER_YARN = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 50_000.0,
-        "factor": 40.0,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 16,
-        "beta_slow": 2,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.0,
-    }
-}
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 40.0,
+                        "original_max_position_embeddings": 128, "beta_fast": 16, "beta_slow": 2,
+                        "mscale": 0.7, "mscale_all_dim": 1.0}
+}  # fmt: skip
 KIMI_K2 = {
-    "n_routed_experts": 24,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.827,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 50_000.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
+    "n_routed_experts": 24, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 32.0,
+                        "original_max_position_embeddings": 128, "beta_fast": 1.0, "beta_slow": 1.0,
+                        "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
 DEEPSEEK_V2 = {
-    "topk_method": "group_limited_greedy",
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 4,
-    "q_lora_rank": 96,
-    "routed_scaling_factor": 16.0,
-}
+    "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+    "q_lora_rank": 96, "routed_scaling_factor": 16.0,
+}  # fmt: skip
 VARIANTS = {
     "as published": {},
     "published spelling": {"published_spelling": True},

@@ -26,15 +26,9 @@ EXPECTED = {
 }
 # Billions of parameters, as the names of the models say, without an MTP layer.
 PARAMETERS = {
-    "qwen3-235b-a22b": 235,
-    "qwen3-30b-a3b": 30.5,
-    "qwen3.5-397b": 397,
-    "glm-4.5": 352,
-    "mixtral-8x7b": 46.7,
-    "llama-3.1-8b": 8.03,
-    "qwen2.5-7b": 7.6,
-    "qwen3-8b": 8.2,
-}
+    "qwen3-235b-a22b": 235, "qwen3-30b-a3b": 30.5, "qwen3.5-397b": 397, "glm-4.5": 352,
+    "mixtral-8x7b": 46.7, "llama-3.1-8b": 8.03, "qwen2.5-7b": 7.6, "qwen3-8b": 8.2,
+}  # fmt: skip
 
 
 def published(tmp_path, name, **changes):
@@ -79,48 +73,29 @@ def test_the_wire_never_carries_more_than_the_heads(tmp_path):
         assert row <= heads, name
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
-    [
-        ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\]; Qwen3Moe.* only"),
-        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .* with 1 only"),
-        ("qwen3-30b-a3b", {"use_sliding_window": True}, "use_sliding_window is True; .* False"),
-        ("qwen3-30b-a3b", {"attention_bias": True}, "attention_bias is True; .* with False only"),
-        ("mixtral-8x7b", {"sliding_window": 4096}, "sliding_window is 4096; .* with None only"),
-        ("llama-3.1-8b", {"mlp_bias": True}, "mlp_bias is True; .* with False only"),
-        ("llama-3.1-8b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; .* with 'silu' only"),
-        ("llama-3.1-8b", {"num_key_value_heads": 5}, "num_attention_heads is 32; .* multiple of"),
-        (
-            "llama-3.1-8b",
-            {"rope_scaling": {"rope_type": "linear", "factor": 2}},
-            "the rope type is 'linear'; it must be default, yarn or llama3",
-        ),
-        (
-            "llama-3.1-8b",
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "high_freq_factor": 1.0,
-                    "original_max_position_embeddings": 8192,
-                }
-            },
-            "high_freq_factor is 1.0; it must be above low_freq_factor",
-        ),
-        (
-            "qwen2.5-7b",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types has full_attention, sliding_attention; every layer must be full",
-        ),
-        ("glm-4.5", {"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01 of a head_dim"),
-        ("glm-4.5", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; .* with 'sigmoid'"),
-        ("glm-4.5", {"first_k_dense_replace": 92}, "so no layer has the experts"),
-        (
-            "llama-3.1-8b",
-            {"architectures": ["GptOssForCausalLM"]},
-            "the architecture is GptOssForCausalLM; it must be DeepseekV3ForCausalLM or",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "sentence"), [
+    ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\]; Qwen3Moe.* only"),
+    ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .* with 1 only"),
+    ("qwen3-30b-a3b", {"use_sliding_window": True}, "use_sliding_window is True; .* False"),
+    ("qwen3-30b-a3b", {"attention_bias": True}, "attention_bias is True; .* with False only"),
+    ("mixtral-8x7b", {"sliding_window": 4096}, "sliding_window is 4096; .* with None only"),
+    ("llama-3.1-8b", {"mlp_bias": True}, "mlp_bias is True; .* with False only"),
+    ("llama-3.1-8b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; .* with 'silu' only"),
+    ("llama-3.1-8b", {"num_key_value_heads": 5}, "num_attention_heads is 32; .* multiple of"),
+    ("llama-3.1-8b", {"rope_scaling": {"rope_type": "linear", "factor": 2}},
+     "the rope type is 'linear'; it must be default, yarn or llama3"),
+    ("llama-3.1-8b",
+     {"rope_scaling": {"rope_type": "llama3", "high_freq_factor": 1.0,
+                       "original_max_position_embeddings": 8192}},
+     "high_freq_factor is 1.0; it must be above low_freq_factor"),
+    ("qwen2.5-7b", {"layer_types": ["full_attention", "sliding_attention"]},
+     "layer_types has full_attention, sliding_attention; every layer must be full"),
+    ("glm-4.5", {"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01 of a head_dim"),
+    ("glm-4.5", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; .* with 'sigmoid'"),
+    ("glm-4.5", {"first_k_dense_replace": 92}, "so no layer has the experts"),
+    ("llama-3.1-8b", {"architectures": ["GptOssForCausalLM"]},
+     "the architecture is GptOssForCausalLM; it must be DeepseekV3ForCausalLM or"),
+])  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(tmp_path, name, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         published(tmp_path, name, **changes)

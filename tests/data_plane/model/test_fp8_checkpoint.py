@@ -277,19 +277,14 @@ def test_a_layer_with_an_expert_that_is_no_fp8_is_dequantised_as_a_whole(damaged
     assert (one.weight.dtype, other.weight.values.dtype) == (torch.float32, FP8)
 
 
-@pytest.mark.parametrize(
-    ("gemm", "change", "said"),
-    [
-        (DeepGemm(8, deep_gemm), {}, None),
-        (DeepGemm(8, deep_gemm), {"fp8_block": (64, 128)}, "deep_gemm reads blocks of 128x128"),
-        (GroupedMm(), {}, "this expert_backend takes no FP8; triton and deep_gemm do"),
-        (
-            DeepGemm(8, deep_gemm),
-            {"expert_size": 96},
-            "moe_intermediate_size is 96, so that gate and up would share",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("gemm", "change", "said"), [
+    (DeepGemm(8, deep_gemm), {}, None),
+    (DeepGemm(8, deep_gemm), {"fp8_block": (64, 128)}, "deep_gemm reads blocks of 128x128"),
+    (GroupedMm(), {}, "this expert_backend takes no FP8; triton and deep_gemm do"),
+    (DeepGemm(8, deep_gemm),
+     {"expert_size": 96},
+     "moe_intermediate_size is 96, so that gate and up would share"),
+])  # fmt: skip
 def test_whether_weights_stay_in_fp8_is_said(checkpoint, gemm, change, said):
     model = replace(ModelConfig.from_folder(checkpoint), **change)
     kept, sentence = fp8_experts(model, gemm, "bfloat16")

@@ -17,11 +17,8 @@ from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from nanocp.cli.checkpoint.make_checkpoint import make_checkpoint as command
 
 LITTLE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16,
+}  # fmt: skip
 
 
 def weights(folder):

@@ -37,19 +37,14 @@ def say(folder, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        (
-            {"vocab_size": 10**9},
-            r"embed_tokens.weight has shape \[\d+, 256\]; .* \(vocab_size is 1000000000\)",
-        ),
-        ({"hidden_size": 10**9}, r"has shape .*; by config.json .* \(hidden_size is 1000000000\)"),
-        ({"intermediate_size": 10**9}, r"by config.json it must have \[1000000000, 256\]"),
-        ({"num_hidden_layers": 10**4}, r"there are 10000 layers, and the folder has \d+ tens"),
-        ({"n_routed_experts": 10**4}, r"there are 10000 experts, and the folder has \d+ tens"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"vocab_size": 10**9},
+     r"embed_tokens.weight has shape \[\d+, 256\]; .* \(vocab_size is 1000000000\)"),
+    ({"hidden_size": 10**9}, r"has shape .*; by config.json .* \(hidden_size is 1000000000\)"),
+    ({"intermediate_size": 10**9}, r"by config.json it must have \[1000000000, 256\]"),
+    ({"num_hidden_layers": 10**4}, r"there are 10000 layers, and the folder has \d+ tens"),
+    ({"n_routed_experts": 10**4}, r"there are 10000 experts, and the folder has \d+ tens"),
+])  # fmt: skip
 def test_a_size_that_the_folder_has_not_is_named_at_once(folder, fields, sentence, monkeypatch):
     say(folder, **fields)
     model = ModelConfig.from_folder(folder)
@@ -73,14 +68,10 @@ def test_no_list_is_made_of_layers_and_experts_that_nobody_has(folder, field):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.embed_tokens.weight",
-        "model.layers.1.mlp.experts.2.down_proj.weight",
-        "model.norm.weight",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "model.embed_tokens.weight", "model.layers.1.mlp.experts.2.down_proj.weight",
+    "model.norm.weight",
+])  # fmt: skip
 def test_weights_that_are_no_numbers_are_refused_by_name(folder, name, value):
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -66,15 +66,12 @@ def nibbles(stored):
     stored[UP + ".weight"] = stored[UP + ".weight"].view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "sentence"),
-    [
-        (e8m0, f"{UP}.weight_scale_inv is F8_E8M0; it must be one of F32, BF16"),
-        (one_scale, f"the weight of {UP} is quantized, as {UP}.weight_scale says; it must be"),
-        (packed, f"the weight of {UP} is quantized, as {UP}.qweight says; it must be one"),
-        (nibbles, f"{UP}.weight is U8; it must be one of F32"),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "sentence"), [
+    (e8m0, f"{UP}.weight_scale_inv is F8_E8M0; it must be one of F32, BF16"),
+    (one_scale, f"the weight of {UP} is quantized, as {UP}.weight_scale says; it must be"),
+    (packed, f"the weight of {UP} is quantized, as {UP}.qweight says; it must be one"),
+    (nibbles, f"{UP}.weight is U8; it must be one of F32"),
+])  # fmt: skip
 def test_a_form_that_is_not_read_is_refused_at_the_door(folder, tmp_path, tensors, sentence):
     path = edited(folder, tmp_path, tensors)
     with pytest.raises(ValueError, match=sentence):
@@ -116,20 +113,15 @@ def test_experts_that_are_bf16_are_counted_so_though_attention_is_fp8(folder, tm
     assert shown["some"] != shown["all"]
 
 
-@pytest.mark.parametrize(
-    ("quantization", "sentence"),
-    [
-        ({"quant_method": "awq", "bits": 4}, r"weights are quantized \(awq\); they must be"),
-        ({"quant_method": "gptq"}, r"weights are quantized \(gptq\); they must be"),
-        (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            r"quantized \(compressed-tensors, pack-quantized\)",
-        ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quantized \(modelopt, NVFP4\)"),
-        ({"quant_method": "mxfp4"}, r"weights are quantized \(mxfp4\)"),
-        ({"bits": 4}, "quantized .without a quant_method.; they must be"),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "sentence"), [
+    ({"quant_method": "awq", "bits": 4}, r"weights are quantized \(awq\); they must be"),
+    ({"quant_method": "gptq"}, r"weights are quantized \(gptq\); they must be"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"},
+     r"quantized \(compressed-tensors, pack-quantized\)"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quantized \(modelopt, NVFP4\)"),
+    ({"quant_method": "mxfp4"}, r"weights are quantized \(mxfp4\)"),
+    ({"bits": 4}, "quantized .without a quant_method.; they must be"),
+])  # fmt: skip
 # The third is that of MLX.
 @pytest.mark.parametrize("entry", ["quantization_config", "compression_config", "quantization"])
 def test_what_config_says_is_refused_by_what_it_says(

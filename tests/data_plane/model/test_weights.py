@@ -189,13 +189,9 @@ def test_progress_counts_every_element_once(tiny_checkpoint, config):
 
 
 LARGE = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 512,
-    "n_routed_experts": 32,
-}
+    "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 2048,
+    "moe_intermediate_size": 512, "n_routed_experts": 32,
+}  # fmt: skip
 """A quarter of the model is about 110 MB in fp32; its largest tensor 17 MB, all experts 200 MB."""
 MEASURE = """
 import re, sys
@@ -376,15 +372,12 @@ def test_a_truncated_file_is_named(damaged, kept):
         load(damaged)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"<html>not found</html>" * 50,
-        (20).to_bytes(8, "little") + b"{" * 20,
-        (30).to_bytes(8, "little") + json.dumps({"a": {"dtype": "F32"}}).ljust(30).encode(),
-        (2).to_bytes(8, "little") + b"[]",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"<html>not found</html>" * 50,
+    (20).to_bytes(8, "little") + b"{" * 20,
+    (30).to_bytes(8, "little") + json.dumps({"a": {"dtype": "F32"}}).ljust(30).encode(),
+    (2).to_bytes(8, "little") + b"[]",
+])  # fmt: skip
 def test_a_file_that_is_no_safetensors_is_named(damaged, content):
     (damaged / "model.safetensors").write_bytes(content)
     with pytest.raises(

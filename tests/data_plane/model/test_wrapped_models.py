@@ -13,23 +13,13 @@ from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import load_weights
 
 TEXT = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "layer_types": ["linear_attention", "full_attention"],
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"],
     "eos_token_id": 3,
-}
+}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 
 

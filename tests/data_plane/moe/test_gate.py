@@ -15,20 +15,12 @@ SHAPES = {
     "all groups": {"num_groups": 4, "num_groups_per_token": 4},
     "one group": {"num_groups": 1, "num_groups_per_token": 1},
     "not normalised": {"num_groups": 4, "num_groups_per_token": 2, "weights_normalised": False},
-    "softmax": {
-        "softmax_gate": True,
-        "num_groups": 1,
-        "num_groups_per_token": 1,
-        "weights_normalised": False,
-    },
-    "softmax, groups": {
-        "softmax_gate": True,
-        "num_groups": 4,
-        "num_groups_per_token": 2,
-        "weights_normalised": False,
-    },
+    "softmax": {"softmax_gate": True, "num_groups": 1, "num_groups_per_token": 1,
+                "weights_normalised": False},
+    "softmax, groups": {"softmax_gate": True, "num_groups": 4, "num_groups_per_token": 2,
+                        "weights_normalised": False},
     "one expert": {"num_groups": 8, "num_groups_per_token": 1, "num_experts_per_token": 1},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +48,11 @@ def reference_gate(x_BX, moe, config):
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     fields = {
-        "n_routed_experts": NUM_EXPERTS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 8,
-        "num_experts_per_tok": config.num_experts_per_token,
-        "n_group": config.num_groups,
-        "topk_group": config.num_groups_per_token,
-        "norm_topk_prob": config.weights_normalised,
+        "n_routed_experts": NUM_EXPERTS, "hidden_size": HIDDEN, "num_attention_heads": 8,
+        "num_experts_per_tok": config.num_experts_per_token, "n_group": config.num_groups,
+        "topk_group": config.num_groups_per_token, "norm_topk_prob": config.weights_normalised,
         "routed_scaling_factor": config.routed_scale,
-    }
+    }  # fmt: skip
     if config.softmax_gate:
         topk_method = "greedy" if config.num_groups == 1 else "group_limited_greedy"
         router = DeepseekV2TopkRouter(DeepseekV2Config(**fields, topk_method=topk_method))

@@ -136,29 +136,21 @@ def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
 
 
 SITE = {
-    "device": torch.device("cuda"),
-    "dtype": torch.bfloat16,
-    "hidden_size": 7168,
-    "num_experts": 256,
-    "num_experts_per_token": 8,
-    "num_instances": 32,
-    "max_rows": 128,
-}
+    "device": torch.device("cuda"), "dtype": torch.bfloat16, "hidden_size": 7168,
+    "num_experts": 256, "num_experts_per_token": 8, "num_instances": 32, "max_rows": 128,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ({}, None),
-        ({"device": torch.device("cpu")}, "runs on the CPU"),
-        ({"dtype": torch.float32}, "carries bfloat16"),
-        ({"hidden_size": 1024}, "hidden size is 1024"),
-        ({"num_experts_per_token": 12}, "at most 11"),
-        ({"num_instances": 24}, "256 experts cannot be shared"),
-        ({"num_instances": 2, "max_rows": 33}, "multiple of 4"),
-        ({"max_rows": 512}, "needs at least 1026"),
-    ],
-)
+@pytest.mark.parametrize(("what", "words"), [
+    ({}, None),
+    ({"device": torch.device("cpu")}, "runs on the CPU"),
+    ({"dtype": torch.float32}, "carries bfloat16"),
+    ({"hidden_size": 1024}, "hidden size is 1024"),
+    ({"num_experts_per_token": 12}, "at most 11"),
+    ({"num_instances": 24}, "256 experts cannot be shared"),
+    ({"num_instances": 2, "max_rows": 33}, "multiple of 4"),
+    ({"max_rows": 512}, "needs at least 1026"),
+])  # fmt: skip
 def test_what_deep_ep_cannot_serve_is_named(monkeypatch, what, words):
     monkeypatch.setattr(deep_ep, "find_spec", lambda name: name)
     obstacle = deep_ep_obstacle(**(SITE | what), environment={})

@@ -199,28 +199,21 @@ def test_a_wait_until_a_peer_has_read_ends_too(members, what, error):
 
 
 SITE = {
-    "device": GPU,
-    "dtype": torch.bfloat16,
-    "hidden_size": 7168,
-    "num_experts_per_token": 8,
-    "num_instances": 32,
-    "max_rows": 128,
-}
+    "device": GPU, "dtype": torch.bfloat16, "hidden_size": 7168, "num_experts_per_token": 8,
+    "num_instances": 32, "max_rows": 128,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ({}, None),
-        ({"num_instances": 6}, None),
-        ({"device": torch.device("cpu")}, "runs on the CPU"),
-        ({"dtype": torch.float32}, "carries bfloat16"),
-        ({"hidden_size": 1024}, "hidden size is 1024"),
-        ({"num_experts_per_token": 17}, "at most 16"),
-        ({"num_instances": 2, "max_rows": 33}, "multiple of 4"),
-        ({"num_instances": 12}, "takes multiples of 8, not 12"),
-    ],
-)
+@pytest.mark.parametrize(("what", "words"), [
+    ({}, None),
+    ({"num_instances": 6}, None),
+    ({"device": torch.device("cpu")}, "runs on the CPU"),
+    ({"dtype": torch.float32}, "carries bfloat16"),
+    ({"hidden_size": 1024}, "hidden size is 1024"),
+    ({"num_experts_per_token": 17}, "at most 16"),
+    ({"num_instances": 2, "max_rows": 33}, "multiple of 4"),
+    ({"num_instances": 12}, "takes multiples of 8, not 12"),
+])  # fmt: skip
 def test_what_nixl_ep_cannot_serve_is_named(monkeypatch, what, words):
     monkeypatch.setattr(nixl_ep, "_package_obstacle", lambda: "")
     obstacle = nixl_ep_obstacle(**SITE | what)

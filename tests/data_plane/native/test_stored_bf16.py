@@ -135,14 +135,11 @@ def test_what_stays_bf16(stored, tiny_checkpoint, tmp_path):
     assert not keeps(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_kept"),
-    [
-        ("model.layers.1.mlp.experts.15.down_proj.weight", False),
-        ("model.layers.1.mlp.gate.weight", True),
-        ("model.norm.weight", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "is_kept"), [
+    ("model.layers.1.mlp.experts.15.down_proj.weight", False),
+    ("model.layers.1.mlp.gate.weight", True),
+    ("model.norm.weight", True),
+])  # fmt: skip
 def test_one_matrix_in_fp32_widens_all_but_norms_and_gates_may_be(stored, tmp_path, name, is_kept):
     folder = stored("tiny")
     for file in folder.iterdir():

@@ -15,13 +15,10 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 
 @without_gpu
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({}, "device is cuda: it needs an NVIDIA GPU, and torch sees none here"),
-        ({"exchange_backend": "nvshmem"}, "device is cuda: it needs an NVIDIA GPU"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "words"), [
+    ({}, "device is cuda: it needs an NVIDIA GPU, and torch sees none here"),
+    ({"exchange_backend": "nvshmem"}, "device is cuda: it needs an NVIDIA GPU"),
+])  # fmt: skip
 def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_path, keys, words):
     config = Config(data_plane=DataPlaneConfig(device="cuda", **keys))
     with pytest.raises(ValueError, match=words):
@@ -48,14 +45,8 @@ def test_what_does_not_go_together_is_refused(keys, words):
 
 @pytest.mark.parametrize(
     ("dispatch", "goes_on"),
-    [
-        ("exchange", True),
-        ("fused", True),
-        ("nixl_ep", True),
-        ("auto", False),
-        ("deep_ep", False),
-    ],
-)
+    [("exchange", True), ("fused", True), ("nixl_ep", True), ("auto", False), ("deep_ep", False)],
+)  # fmt: skip
 def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup(dispatch, goes_on):
     data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
     config = Config(data_plane=data_plane)

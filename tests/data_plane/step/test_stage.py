@@ -60,32 +60,26 @@ def play_through_all_splits(checkpoint, oracle, num_stages, kernels):
     pipeline.judge(oracle)
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "kernels"),
-    [
-        (2, "auto"),
-        pytest.param(1, "auto", marks=pytest.mark.system),
-        pytest.param(1, "torch", marks=pytest.mark.system),
-        pytest.param(2, "torch", marks=pytest.mark.system),
-        pytest.param(3, "auto", marks=pytest.mark.system),
-        pytest.param(3, "torch", marks=pytest.mark.system),
-        pytest.param(4, "auto", marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize(("num_stages", "kernels"), [
+    (2, "auto"),
+    pytest.param(1, "auto", marks=pytest.mark.system),
+    pytest.param(1, "torch", marks=pytest.mark.system),
+    pytest.param(2, "torch", marks=pytest.mark.system),
+    pytest.param(3, "auto", marks=pytest.mark.system),
+    pytest.param(3, "torch", marks=pytest.mark.system),
+    pytest.param(4, "auto", marks=pytest.mark.system),
+])  # fmt: skip
 def test_every_split_before_during_and_after_changes(
     tiny_checkpoint, tiny_oracle, num_stages, kernels
 ):
     play_through_all_splits(tiny_checkpoint, tiny_oracle, num_stages, kernels)
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "kernels"),
-    [
-        (2, "auto"),
-        pytest.param(2, "torch", marks=pytest.mark.system),
-        pytest.param(3, "auto", marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize(("num_stages", "kernels"), [
+    (2, "auto"),
+    pytest.param(2, "torch", marks=pytest.mark.system),
+    pytest.param(3, "auto", marks=pytest.mark.system),
+])  # fmt: skip
 def test_every_split_with_kv_heads(heads, num_stages, kernels):
     play_through_all_splits(*heads, num_stages, kernels)
 

@@ -297,17 +297,13 @@ def test_close_is_idempotent(members):
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS.keys())
 @settings(max_examples=30)
-@given(
-    puts=st.lists(
-        st.tuples(
-            st.sampled_from(sorted(LAYOUT)),
-            st.sampled_from(PAIRS),
-            st.integers(1, 3),
-            st.integers(0, 255),
-        ),
-        max_size=40,
-    )
-)
+@given(puts=st.lists(
+    st.tuples(st.sampled_from(sorted(LAYOUT)),
+              st.sampled_from(PAIRS),
+              st.integers(1, 3),
+              st.integers(0, 255)),
+    max_size=40,
+))  # fmt: skip
 def test_a_region_holds_the_last_epoch_of_its_parity(make, puts):
     with ExitStack() as stack:
         members = [stack.enter_context(closing(member)) for member in make(LAYOUT, 3)]

@@ -30,13 +30,10 @@ class Kernel:
         return self.num_yields - before
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda word: word.wait_at_least(1, timeout_ms=0, tick_ms=1, go_on=lambda: True),
-        lambda word: wait_for_any([(word, 1)], timeout_ms=0, tick_ms=1, go_on=lambda: True),
-    ],
-)
+@pytest.mark.parametrize("wait", [
+    lambda word: word.wait_at_least(1, timeout_ms=0, tick_ms=1, go_on=lambda: True),
+    lambda word: wait_for_any([(word, 1)], timeout_ms=0, tick_ms=1, go_on=lambda: True),
+])  # fmt: skip
 def test_after_a_long_yield_the_next_waits_sleep_at_once(monkeypatch, wait):
     kernel, word = Kernel(monkeypatch), Word(mmap.mmap(-1, 4096), 64)
     assert kernel.yields_of(wait, word) == 200

@@ -124,19 +124,16 @@ def test_a_call_that_fails_is_named(cluster_id):
     assert fake.modules == [5]
 
 
-@pytest.mark.parametrize(
-    ("has_far_peers", "environment", "words"),
-    [
-        (False, {}, ""),
-        (True, {}, "NVSHMEM would go by ibrc, and this machine has no InfiniBand"),
-        (True, {"NVSHMEM_IB_ENABLE_IBGDA": "1"}, "NVSHMEM would go by ibgda"),
-        (True, {"NVSHMEM_REMOTE_TRANSPORT": "none"}, "NVSHMEM_REMOTE_TRANSPORT is none"),
-        (True, {"NVSHMEM_REMOTE_TRANSPORT": "ibdevx"}, "NVSHMEM would go by ibdevx"),
-        (True, {"NVSHMEM_REMOTE_TRANSPORT": "efa"}, "is 'efa'; NVSHMEM has ibrc, ibgda"),
-        (True, {"NVSHMEM_REMOTE_TRANSPORT": "libfabric"}, ""),
-        (False, {"NVSHMEM_REMOTE_TRANSPORT": "none"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("has_far_peers", "environment", "words"), [
+    (False, {}, ""),
+    (True, {}, "NVSHMEM would go by ibrc, and this machine has no InfiniBand"),
+    (True, {"NVSHMEM_IB_ENABLE_IBGDA": "1"}, "NVSHMEM would go by ibgda"),
+    (True, {"NVSHMEM_REMOTE_TRANSPORT": "none"}, "NVSHMEM_REMOTE_TRANSPORT is none"),
+    (True, {"NVSHMEM_REMOTE_TRANSPORT": "ibdevx"}, "NVSHMEM would go by ibdevx"),
+    (True, {"NVSHMEM_REMOTE_TRANSPORT": "efa"}, "is 'efa'; NVSHMEM has ibrc, ibgda"),
+    (True, {"NVSHMEM_REMOTE_TRANSPORT": "libfabric"}, ""),
+    (False, {"NVSHMEM_REMOTE_TRANSPORT": "none"}, ""),
+])  # fmt: skip
 def test_what_would_end_the_process_is_refused(tmp_path, has_far_peers, environment, words):
     (tmp_path / "efa_0" / "device").mkdir(parents=True)
     (tmp_path / "efa_0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")

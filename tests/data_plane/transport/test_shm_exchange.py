@@ -64,12 +64,9 @@ STEPS = pytest.mark.parametrize("num_steps", [300, pytest.param(2000, marks=pyte
 
 def run_cluster(cluster_id, nodes=ONE_NODE, **changes):
     fields = {
-        "num_instances": 4,
-        "num_steps": 1000,
-        "num_dense_layers": 0,
-        "num_moe_layers": 1,
+        "num_instances": 4, "num_steps": 1000, "num_dense_layers": 0, "num_moe_layers": 1,
         "seed": 1,
-    }
+    }  # fmt: skip
     protocol = Protocol(**{**fields, "idle_instance": 2, **changes})
     bodies = [
         (run_protocol, (cluster_id, instance, nodes[instance], protocol))
@@ -319,15 +316,12 @@ def test_what_does_not_fit_is_refused_before_it_kills_the_writer(cluster_id):
         ShmExchange.create(Segments(cluster_id), 0, 2, huge, LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("bad_id", "instance", "message"),
-    [
-        ("", 0, "cluster_id"),
-        ("a/b", 0, "cluster_id"),
-        ("good", 2, "from 0 to 1"),
-        ("good", -1, "from 0 to 1"),
-    ],
-)
+@pytest.mark.parametrize(("bad_id", "instance", "message"), [
+    ("", 0, "cluster_id"),
+    ("a/b", 0, "cluster_id"),
+    ("good", 2, "from 0 to 1"),
+    ("good", -1, "from 0 to 1"),
+])  # fmt: skip
 def test_bad_names_are_refused(bad_id, instance, message):
     with pytest.raises(ValueError, match=message):
         ShmExchange.create(Segments(bad_id), instance, 2, LAYOUT, LIMITS)

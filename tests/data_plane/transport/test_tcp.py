@@ -187,17 +187,14 @@ def test_a_node_without_a_door_cannot_be_reached(cluster_id):
         exchange.connect(60)
 
 
-@pytest.mark.parametrize(
-    ("word", "chunks"),
-    [
-        (8, ()),
-        (4097, ()),
-        (1 << 40, ()),
-        (4096, [(0, 8)]),
-        (4096, [(4096, 1 << 40)]),
-        (4096, [(4096, 8)] * 9),
-    ],
-)
+@pytest.mark.parametrize(("word", "chunks"), [
+    (8, ()),
+    (4097, ()),
+    (1 << 40, ()),
+    (4096, [(0, 8)]),
+    (4096, [(4096, 1 << 40)]),
+    (4096, [(4096, 8)] * 9),
+])  # fmt: skip
 def test_a_put_outside_the_segment_ends_the_connection(nodes, ring, word, chunks):
     before = bytes(ring._segment.memory)
     writer = PageRingWriter(nodes[1], 0, IMPATIENT)

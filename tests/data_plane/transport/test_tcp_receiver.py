@@ -212,25 +212,22 @@ def test_a_peer_that_dies_in_a_put_raises_no_word(start, sent, is_reset):
     assert receiving.word.load() == 0
 
 
-@pytest.mark.parametrize(
-    ("word", "chunks"),
-    [
-        (8, ()),
-        (DATA_OFFSET + 1, ()),
-        (MEMORY_BYTES, ()),
-        (MEMORY_BYTES - 7, ()),
-        (1 << 40, ()),
-        (U64 - 8, ()),
-        (WORD, [(0, 8)]),
-        (WORD, [(DATA_OFFSET - 1, 8)]),
-        (WORD, [(4096, 1 << 40)]),
-        (WORD, [(MEMORY_BYTES - 8, 9)]),
-        (WORD, [(4096, 8), (MEMORY_BYTES + 1, 0)]),
-        (WORD, [(4096, U64 - 4096)]),
-        (WORD, [(U64 - 8, 16)]),
-        (WORD, [(4096, 8)] * 9),
-    ],
-)
+@pytest.mark.parametrize(("word", "chunks"), [
+    (8, ()),
+    (DATA_OFFSET + 1, ()),
+    (MEMORY_BYTES, ()),
+    (MEMORY_BYTES - 7, ()),
+    (1 << 40, ()),
+    (U64 - 8, ()),
+    (WORD, [(0, 8)]),
+    (WORD, [(DATA_OFFSET - 1, 8)]),
+    (WORD, [(4096, 1 << 40)]),
+    (WORD, [(MEMORY_BYTES - 8, 9)]),
+    (WORD, [(4096, 8), (MEMORY_BYTES + 1, 0)]),
+    (WORD, [(4096, U64 - 4096)]),
+    (WORD, [(U64 - 8, 16)]),
+    (WORD, [(4096, 8)] * 9),
+])  # fmt: skip
 def test_a_put_outside_the_memory_is_refused(start, memory, word, chunks):
     receiving = start()
     table = [number for chunk in chunks for number in chunk][:16]

@@ -52,21 +52,17 @@ def region_layout(config: Config) -> RegionLayout:
     cluster = config.cluster
     links, rows = cluster.bounds.max_links, cluster.bounds.max_rows
     layout = {
-        Channel.Q: (
-            Field("position", "int64", (links,)),
-            Field("live", "bool", (links,)),
-            Field("query", "uint64", (links,)),
-            Field("appends", "bool", (links,)),
-        ),
+        Channel.Q: (Field("position", "int64", (links,)),
+                    Field("live", "bool", (links,)),
+                    Field("query", "uint64", (links,)),
+                    Field("appends", "bool", (links,))),
         Channel.RES: (Field("partial", "uint64", (links,)),),
-        Channel.DISPATCH: (
-            Field("count", "int32", (1,)),
-            Field("expert_slot", "int32", (rows,)),
-            Field("hidden", "uint64", (rows,)),
-        ),
+        Channel.DISPATCH: (Field("count", "int32", (1,)),
+                           Field("expert_slot", "int32", (rows,)),
+                           Field("hidden", "uint64", (rows,))),
         Channel.COMBINE: (Field("output", "uint64", (rows,)),),
         **mailbox_layout(cluster),
-    }
+    }  # fmt: skip
     return in_two_lanes(layout) if config.scheduler.has_lanes else layout
 
 

@@ -12,13 +12,9 @@ from functools import wraps
 
 UNLIMITED = 2**31 - 1
 ACCESSES = (
-    "create_load",
-    "create_masked_load",
-    "create_store",
-    "create_masked_store",
-    "create_atomic_rmw",
+    "create_load", "create_masked_load", "create_store", "create_masked_store", "create_atomic_rmw",
     "create_atomic_cas",
-)
+)  # fmt: skip
 
 
 class StuckError(AssertionError):

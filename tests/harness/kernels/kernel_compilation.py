@@ -18,14 +18,9 @@ from harness.kernels.layer_compilation import layer_kernels, numbers
 def kernels():
     """List every kernel: name -> what compiles it."""
     return {
-        **layer_kernels(),
-        **attention_kernels(),
-        **exchange_kernels(),
-        **table_kernels(),
-        **row_kernels(),
-        **merge_kernels(),
-        **linear_kernels(),
-    }
+        **layer_kernels(), **attention_kernels(), **exchange_kernels(), **table_kernels(),
+        **row_kernels(), **merge_kernels(), **linear_kernels(),
+    }  # fmt: skip
 
 
 def attention_kernels():
@@ -42,12 +37,9 @@ def attention_kernels():
         outputs = {"slot_lse_ptr": "*fp32", "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
         arguments = {"q_ptr": f"*{dtype}", **frames, **tables, **outputs, **scalars}
         constants = {
-            **widths,
-            "PAGE": 64,
-            "QUERIES": num_queries,
-            "BLOCK_H": tiles.block_heads,
+            **widths, "PAGE": 64, "QUERIES": num_queries, "BLOCK_H": tiles.block_heads,
             "BLOCK_T": tiles.block_tokens,
-        }
+        }  # fmt: skip
         return compile_kernel(kernel, arguments, constants, tiles.num_warps, tiles.num_stages)
 
     def latent(dtype, tiles, views, strides, num_queries=1):
@@ -208,13 +200,10 @@ def merge_kernels():
 
     def merge(is_split, dtype):
         arguments = {
-            "partial_ptr": "*fp32" if is_split else f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "row_parts_ptr": "*i32",
-            "out_ptr": f"*{dtype}",
-            "out_lse_ptr": "*fp32",
+            "partial_ptr": "*fp32" if is_split else f"*{dtype}", "lse_ptr": "*fp32",
+            "row_parts_ptr": "*i32", "out_ptr": f"*{dtype}", "out_lse_ptr": "*fp32",
             **numbers("num_partials"),
-        }
+        }  # fmt: skip
         return compile_kernel(
             merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512}
         )

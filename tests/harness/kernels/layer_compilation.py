@@ -14,13 +14,9 @@ def numbers(*names):
 def layer_kernels():
     """Every kernel between a layer's products, and the products that gather their rows."""
     return {
-        **norm_kernels(),
-        **latent_kernels(),
-        **gate_kernels(),
-        **pair_kernels(),
-        **product_kernels(),
-        **sum_kernels(),
-    }
+        **norm_kernels(), **latent_kernels(), **gate_kernels(), **pair_kernels(),
+        **product_kernels(), **sum_kernels(),
+    }  # fmt: skip
 
 
 def norm_kernels():
@@ -240,9 +236,6 @@ def sum_kernels():
         )
 
     return {
-        "return sums": send_back,
-        "return sums packed": lambda: send_back(is_packed=True),
-        "sum pairs": sum_pairs,
-        "sum returned": sum_returned,
-        "merge returned": merge,
-    }
+        "return sums": send_back, "return sums packed": lambda: send_back(is_packed=True),
+        "sum pairs": sum_pairs, "sum returned": sum_returned, "merge returned": merge,
+    }  # fmt: skip

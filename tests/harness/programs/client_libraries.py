@@ -24,17 +24,11 @@ ASK = [{"role": "user", "content": "Tell me of a city."}]
 TOO_LONG = [{"role": "user", "content": "a long tale " * 4000}]
 WEATHER = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+    "function": {"name": "weather", "description": "The weather of a city.",
+                 "parameters": {"type": "object",
+                                "properties": {"city": {"type": "string", "maxLength": 12}},
+                                "required": ["city"], "additionalProperties": False}},
+}  # fmt: skip
 
 
 def of_instructor(url: str, model: str) -> dict[str, object]:

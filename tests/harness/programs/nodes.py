@@ -134,11 +134,8 @@ class Node:
             "ConnectTimeout=5",
         ]
         words = [
-            "ssh",
-            "-i",
-            str(self._key),
-            *(word for option in options for word in ("-o", option)),
-        ]
+            "ssh", "-i", str(self._key), *(word for option in options for word in ("-o", option)),
+        ]  # fmt: skip
         return [*words, f"root@{self.address}", f"bash --login -c {shlex.quote(command)}"]
 
     def run(self, command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

@@ -15,13 +15,9 @@ from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
 WAIT_S = 60.0
 FINISH = pb.Finish(
-    reason=pb.Finish.LENGTH,
-    prompt_tokens=2,
-    generated_tokens=3,
-    cp_degree=2,
-    moe_binding=1,
+    reason=pb.Finish.LENGTH, prompt_tokens=2, generated_tokens=3, cp_degree=2, moe_binding=1,
     kv_split=[pb.KvShare(instance=0, pages=4), pb.KvShare(instance=1, pages=5)],
-)
+)  # fmt: skip
 CHUNKS = [
     Chunk("named", (7,), "\x1b[2Jhi", None),
     Chunk("named", (8, 9), "!", Finish(FinishReason.LENGTH, 2, 3, 2, 1, ((0, 4), (1, 5)))),

@@ -20,15 +20,11 @@ REPLACED = {
     r"inference\.GenerateUnary\(": "inference.GenerateUnary.future(",
     r"await call\)": "call.result())",
     r" for one asyncio event loop\.\n\n.*loop\.\n    \"\"\"": ', which threads may share."""',
-    r"for one asyncio event loop": "for threads",
-    r"An asynchronous iterator": "An iterator",
-    r"grpc\.aio": "grpc",
-    r"asyncio": "time",
-    r"async (?=def|with|for)|await ": "",
-    r"__a(?=iter__|next__|enter__|exit__)": "__",
-    r"\ba(?=(iter|next)\()": "",
+    r"for one asyncio event loop": "for threads", r"An asynchronous iterator": "An iterator",
+    r"grpc\.aio": "grpc", r"asyncio": "time", r"async (?=def|with|for)|await ": "",
+    r"__a(?=iter__|next__|enter__|exit__)": "__", r"\ba(?=(iter|next)\()": "",
     r"Async(?=Client|Chunks|Iterator)|(?<=Stop)Async": "",
-}
+}  # fmt: skip
 """Patterns and what stands in their place, in this order."""
 
 

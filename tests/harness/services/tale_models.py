@@ -66,24 +66,16 @@ MODELS = {
     "thinking": TaleModel("thinking.jinja", _with_bos),
     "swapped": TaleModel("", _with_likely_bytes),
     "effort": TaleModel("effort.jinja"),
-    "ends": TaleModel(
-        "bos.jinja",
-        files={
-            # The model's own ends are others than the tokenizer's, as in Kimi-K2's folder.
-            "generation_config.json": {
-                "eos_token_id": [300, 301],
-                "max_new_tokens": 3,
-                "presence_penalty": 1.5,
-                "frequency_penalty": 0.5,
-            },
-            "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
-            "special_tokens_map.json": {
-                "bos_token": {"content": "<bos>", "lstrip": False, "special": True},
-                "eos_token": "<eos>",
-            },
-        },
-    ),
-}
+    "ends": TaleModel("bos.jinja", files={
+        # The model's own ends are others than the tokenizer's, as in Kimi-K2's folder.
+        "generation_config.json": {"eos_token_id": [300, 301], "max_new_tokens": 3,
+                                   "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        "special_tokens_map.json": {"bos_token": {"content": "<bos>", "lstrip": False,
+                                                  "special": True},
+                                    "eos_token": "<eos>"},
+    }),
+}  # fmt: skip
 """The models that a case can name."""
 
 

@@ -41,17 +41,13 @@ NARROW = Widths()
 def layout(num_slots, widths):
     """Lay a region out as the data plane does."""
     return {
-        Channel.Q: (
-            Field("position", "int64", (num_slots,)),
-            Field("live", "bool", (num_slots,)),
-            Field("q", "uint16", (num_slots, widths.q)),
-            Field("kv", "uint16", (num_slots, widths.kv)),
-        ),
-        Channel.RES: (
-            Field("partial", "uint16", (num_slots, widths.heads, widths.value)),
-            Field("lse", "float32", (num_slots, widths.heads)),
-        ),
-    }
+        Channel.Q: (Field("position", "int64", (num_slots,)),
+                    Field("live", "bool", (num_slots,)),
+                    Field("q", "uint16", (num_slots, widths.q)),
+                    Field("kv", "uint16", (num_slots, widths.kv))),
+        Channel.RES: (Field("partial", "uint16", (num_slots, widths.heads, widths.value)),
+                      Field("lse", "float32", (num_slots, widths.heads))),
+    }  # fmt: skip
 
 
 NUM_EXPERTS, PER_ROW, HIDDEN = 2, 2, 8

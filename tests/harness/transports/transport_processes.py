@@ -30,21 +30,15 @@ NOTICED_S = LIMITS.exchange_timeout_ms / 3000
 """A limit for what a wait notices at its next tick, on any machine; far below its timeout."""
 MAX_LINKS, WIDTH = 6, 257
 LAYOUT = {
-    Channel.Q: (
-        Field("position", "int64", (MAX_LINKS,)),
-        Field("q", "float32", (MAX_LINKS, WIDTH)),
-    ),
-    Channel.RES: (
-        Field("partial", "float32", (MAX_LINKS, WIDTH)),
-        Field("lse", "float32", (MAX_LINKS,)),
-    ),
-    Channel.DISPATCH: (
-        Field("count", "int32", (1,)),
-        Field("hidden", "uint16", (MAX_LINKS, WIDTH)),
-    ),
+    Channel.Q: (Field("position", "int64", (MAX_LINKS,)),
+                Field("q", "float32", (MAX_LINKS, WIDTH))),
+    Channel.RES: (Field("partial", "float32", (MAX_LINKS, WIDTH)),
+                  Field("lse", "float32", (MAX_LINKS,))),
+    Channel.DISPATCH: (Field("count", "int32", (1,)),
+                       Field("hidden", "uint16", (MAX_LINKS, WIDTH))),
     Channel.COMBINE: (Field("hidden", "uint16", (MAX_LINKS, WIDTH)),),
     Channel.MAILBOX: (Field("payload", "uint8", (100,)),),
-}
+}  # fmt: skip
 
 
 @contextmanager

@@ -11,23 +11,16 @@ from nanocp.values.sampling import SamplingParams
 
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "n": {"type": "integer", "minimum": 0, "maximum": 999},
-        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3},
-        "deep": {"$ref": "#/$defs/pair"},
-    },
+    "properties": {"name": {"type": "string", "maxLength": 6},
+                   "n": {"type": "integer", "minimum": 0, "maximum": 999},
+                   "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3},
+                   "deep": {"$ref": "#/$defs/pair"}},
     "required": ["name", "n", "deep"],
     "additionalProperties": False,
-    "$defs": {
-        "pair": {
-            "type": "object",
-            "properties": {"x": {"type": "boolean"}, "y": {"type": ["null", "boolean"]}},
-            "required": ["x"],
-            "additionalProperties": False,
-        }
-    },
-}
+    "$defs": {"pair": {"type": "object",
+                       "properties": {"x": {"type": "boolean"}, "y": {"type": ["null", "boolean"]}},
+                       "required": ["x"], "additionalProperties": False}},
+}  # fmt: skip
 GBNF = 'root ::= "sum(" number ("," number)? ")"\nnumber ::= [0-9] [0-9]?\n'
 LARK = 'start: "[" word{1,3} "]"\nword: /[a-c]{2}/\n'
 REGEX = r"([0-9]{1,3}\.){3}[0-9]{1,3}|none"

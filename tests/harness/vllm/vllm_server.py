@@ -52,14 +52,10 @@ class VllmServer:
     def start(self):
         """Start it and return at once; see `wait`."""
         environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+            **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
         self.process = subprocess.Popen(
             self._command,
             env=environment,

@@ -68,35 +68,26 @@ LAST = chunk({}, "stop")
 END = {"choices": [], "usage": USAGE}
 
 
-@pytest.mark.parametrize(
-    ("first", "num_messages", "said", "events"),
-    [
-        (1, 4, "abcd", [chunk(ROLE | {"content": ""}), *(chunk({"content": x}) for x in "abcd")]),
-        (0, 4, "abcd", [chunk(ROLE | {"content": x}) for x in "abcd"]),
-        (1, 4, "abcd", [chunk(ROLE), *(chunk(ROLE | {"reasoning": x}) for x in "abcd")]),
-        (0, 4, "abcd", [chunk({"reasoning_content": x, "content": None}) for x in "abcd"]),
-        (0, 4, "abcd", [chunk({"reasoning": x, "reasoning_content": x}) for x in "abcd"]),
-        (0, 4, "abcd", [chunk({"thinking": x}) for x in "abcd"]),
-        (0, 4, "abcd", [chunk({"refusal": x}) for x in "abcd"]),
-        (0, 4, "abcd", [chunk({"content": [{"type": "text", "text": x}]}) for x in "abcd"]),
-        (
-            1,
-            4,
-            "fa{}",
-            [
-                chunk(ROLE | {"content": None, "tool_calls": []}),
-                chunk({"tool_calls": [CALL | {"function": {"name": "f", "arguments": ""}}]}),
-                chunk({"tool_calls": [{"index": 0, "function": {"arguments": "a"}}]}),
-                chunk({"function_call": {"arguments": "{"}}),
-                chunk({"function_call": {"arguments": "}"}}),
-            ],
-        ),
-        (0, 2, "ab", [chunk({"content": "a"}), chunk({"content": "b"}, "length")]),
-        (0, 1, "ab", [chunk({"reasoning": "ab"}, "length")]),
-        (2, 2, "ab", [END, chunk({}), chunk({"content": "a"}), chunk({}), chunk({"content": "b"})]),
-        (1, 2, "ab", [chunk({"content": ""}), chunk({"content": "a"}), chunk({"content": "b"})]),
-    ],
-)
+@pytest.mark.parametrize(("first", "num_messages", "said", "events"), [
+    (1, 4, "abcd", [chunk(ROLE | {"content": ""}), *(chunk({"content": x}) for x in "abcd")]),
+    (0, 4, "abcd", [chunk(ROLE | {"content": x}) for x in "abcd"]),
+    (1, 4, "abcd", [chunk(ROLE), *(chunk(ROLE | {"reasoning": x}) for x in "abcd")]),
+    (0, 4, "abcd", [chunk({"reasoning_content": x, "content": None}) for x in "abcd"]),
+    (0, 4, "abcd", [chunk({"reasoning": x, "reasoning_content": x}) for x in "abcd"]),
+    (0, 4, "abcd", [chunk({"thinking": x}) for x in "abcd"]),
+    (0, 4, "abcd", [chunk({"refusal": x}) for x in "abcd"]),
+    (0, 4, "abcd", [chunk({"content": [{"type": "text", "text": x}]}) for x in "abcd"]),
+    (1, 4, "fa{}",
+     [chunk(ROLE | {"content": None, "tool_calls": []}),
+      chunk({"tool_calls": [CALL | {"function": {"name": "f", "arguments": ""}}]}),
+      chunk({"tool_calls": [{"index": 0, "function": {"arguments": "a"}}]}),
+      chunk({"function_call": {"arguments": "{"}}),
+      chunk({"function_call": {"arguments": "}"}})]),
+    (0, 2, "ab", [chunk({"content": "a"}), chunk({"content": "b"}, "length")]),
+    (0, 1, "ab", [chunk({"reasoning": "ab"}, "length")]),
+    (2, 2, "ab", [END, chunk({}), chunk({"content": "a"}), chunk({}), chunk({"content": "b"})]),
+    (1, 2, "ab", [chunk({"content": ""}), chunk({"content": "a"}), chunk({"content": "b"})]),
+])  # fmt: skip
 def test_the_first_content_of_any_kind_is_the_first_token(first, num_messages, said, events):
     pieces = [*map(event, [*events, LAST, END]), b"data: [DONE]\n\n"]
     (output, _), written = asked(pieces)
@@ -117,32 +108,19 @@ def test_tokens_without_text_count_as_far_as_the_usage_has_them():
     assert output.success and output.output_len == 2 and len(output.itl_s) == 1
 
 
-@pytest.mark.parametrize(
-    ("tokens", "is_chat", "events"),
-    [
-        (
-            [2, 1, 1],
-            True,
-            [chunk({"content": "aa"}), chunk({"content": "b"}), chunk({"content": "c"})],
-        ),
-        (
-            [1, 3],
-            True,
-            [
-                chunk(ROLE, usage=USAGE | {"completion_tokens": 0}),
-                chunk({"content": "a long word"}, usage=USAGE | {"completion_tokens": 1}),
-                chunk({"content": "b"}, usage=USAGE),
-            ],
-        ),
-        ([3, 1], False, [text("a", token_ids=[1, 2, 3]), text("a long word", token_ids=[4])]),
-        (
-            [3, 1],
-            False,
-            [text("a", logprobs={"tokens": ["a"] * 3}), text("b", logprobs={"tokens": ["b"]})],
-        ),
-        ([1, 1, 1, 1], False, [text("a long word"), text("b"), text("c"), text("d")]),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "is_chat", "events"), [
+    ([2, 1, 1], True, [chunk({"content": "aa"}), chunk({"content": "b"}), chunk({"content": "c"})]),
+    ([1, 3],
+     True,
+     [chunk(ROLE, usage=USAGE | {"completion_tokens": 0}),
+      chunk({"content": "a long word"}, usage=USAGE | {"completion_tokens": 1}),
+      chunk({"content": "b"}, usage=USAGE)]),
+    ([3, 1], False, [text("a", token_ids=[1, 2, 3]), text("a long word", token_ids=[4])]),
+    ([3, 1],
+     False,
+     [text("a", logprobs={"tokens": ["a"] * 3}), text("b", logprobs={"tokens": ["b"]})]),
+    ([1, 1, 1, 1], False, [text("a long word"), text("b"), text("c"), text("d")]),
+])  # fmt: skip
 def test_a_message_has_as_many_tokens_as_it_brings(tokens, is_chat, events):
     (output, _), _ = asked([*map(event, [*events, END]), b"data: [DONE]"], is_chat)
     assert output.success, output.error
@@ -162,23 +140,20 @@ def test_the_peak_counts_tokens():
 TOKEN = event(chunk({"content": "la"}))
 
 
-@pytest.mark.parametrize(
-    ("pieces", "sentence"),
-    [
-        ([b"data: " + b"[" * 200_000 + b"\n\n"], "RecursionError"),
-        ([event(chunk({"content": "\xff"})).replace(b"\\u00ff", b"\xff")], "'utf-8' codec"),
-        ([TOKEN, b"data: {\n\n"], "JSONDecodeError"),
-        ([TOKEN, b"data: null\n\n"], "is no chunk (TypeError: it is None)"),
-        ([TOKEN, event({"choices": 5})], "is no chunk"),
-        ([TOKEN, event(chunk(5))], "is no chunk"),
-        ([TOKEN, event({"usage": {"completion_tokens": 1e400}})], "usage has inf tokens"),
-        ([TOKEN, event({"usage": {"completion_tokens": -1}})], "usage has -1 tokens"),
-        ([TOKEN, event({"type": "error", "message": "no room"})], "no room"),
-        ([TOKEN, event({"error": "\ud800"})], "\ud800"),
-        ([TOKEN, b"HTTP/1.1 502 Bad Gateway\r\n\r\n<html>gone</html>\n"], "is no stream: <html>"),
-        ([TOKEN], "the answer broke off"),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "sentence"), [
+    ([b"data: " + b"[" * 200_000 + b"\n\n"], "RecursionError"),
+    ([event(chunk({"content": "\xff"})).replace(b"\\u00ff", b"\xff")], "'utf-8' codec"),
+    ([TOKEN, b"data: {\n\n"], "JSONDecodeError"),
+    ([TOKEN, b"data: null\n\n"], "is no chunk (TypeError: it is None)"),
+    ([TOKEN, event({"choices": 5})], "is no chunk"),
+    ([TOKEN, event(chunk(5))], "is no chunk"),
+    ([TOKEN, event({"usage": {"completion_tokens": 1e400}})], "usage has inf tokens"),
+    ([TOKEN, event({"usage": {"completion_tokens": -1}})], "usage has -1 tokens"),
+    ([TOKEN, event({"type": "error", "message": "no room"})], "no room"),
+    ([TOKEN, event({"error": "\ud800"})], "\ud800"),
+    ([TOKEN, b"HTTP/1.1 502 Bad Gateway\r\n\r\n<html>gone</html>\n"], "is no stream: <html>"),
+    ([TOKEN], "the answer broke off"),
+])  # fmt: skip
 def test_an_odd_answer_is_one_failed_request(pieces, sentence):
     (odd, good), _ = asked(pieces)
     assert not odd.success and sentence in odd.error and len(odd.error) < 700

@@ -48,16 +48,13 @@ def test_a_service_under_chaos_loses_nothing():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("fault", "number"),
-    [
-        ("doubled", "doubled"),
-        ("other_output_ids", "wrong"),
-        ("forgotten", "lost"),
-        ("leaking", "frames_left"),
-        ("unanswered", "tickets_left"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "number"), [
+    ("doubled", "doubled"),
+    ("other_output_ids", "wrong"),
+    ("forgotten", "lost"),
+    ("leaking", "frames_left"),
+    ("unanswered", "tickets_left"),
+])  # fmt: skip
 def test_chaos_sees_a_planted_fault(fault, number):
     # A term that ends would void the open tickets.
     ends_terms = ("all instances killed", "instance killed")
@@ -86,14 +83,11 @@ def test_front_ends_and_controllers_are_lost_under_chaos_and_no_request_is():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("fault", "number", "kind"),
-    [
-        ("doubled", "doubled", "front end killed"),
-        ("other_output_ids", "wrong", "front end killed"),
-        ("forgotten", "lost", "controller killed"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "number", "kind"), [
+    ("doubled", "doubled", "front end killed"),
+    ("other_output_ids", "wrong", "front end killed"),
+    ("forgotten", "lost", "controller killed"),
+])  # fmt: skip
 def test_chaos_sees_a_planted_fault_of_a_process(fault, number, kind):
     result = chaos(fault, timeout_s=60.0, pauses_s=(3.0, 6.0), kinds=(kind,), has_processes=True)
     assert result[number] > 0, result

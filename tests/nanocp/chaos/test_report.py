@@ -21,20 +21,10 @@ from nanocp.cli.demo.report import claims_of, judged, pauses_by_kind, serving_sh
 from nanocp.values.sampling import SamplingParams, penalized_prompt_ids
 
 SOUND = {
-    "lost": 0,
-    "wrong": 0,
-    "doubled": 0,
-    "unjudged": 0,
-    "near_ties": 1,
-    "tokens": 5000,
-    "frames_left": 0,
-    "tickets_left": 0,
-    "segments_left": 0,
-    "processes_left": 0,
-    "exit_status": 0,
-    "ended_early": False,
-    "losses": 3,
-}
+    "lost": 0, "wrong": 0, "doubled": 0, "unjudged": 0, "near_ties": 1, "tokens": 5000,
+    "frames_left": 0, "tickets_left": 0, "segments_left": 0, "processes_left": 0, "exit_status": 0,
+    "ended_early": False, "losses": 3,
+}  # fmt: skip
 
 
 def asked(*outputs, error=""):
@@ -53,31 +43,25 @@ def test_a_choice_is_judged_by_the_defaults_that_the_service_takes():
     assert [(one.temperature, one.seed) for one in params] == [(0.0, 0), (0.0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("change", "holds"),
-    [
-        ({}, True),
-        *(({name: 1}, False) for name in SOUND if name not in ("near_ties", "tokens", "losses")),
-        ({"near_ties": 6}, False),
-        ({"losses": 0}, False),
-        ({"tokens": 0, "near_ties": 0}, False),
-    ],
-)
+@pytest.mark.parametrize(("change", "holds"), [
+    ({}, True),
+    *(({name: 1}, False) for name in SOUND if name not in ("near_ties", "tokens", "losses")),
+    ({"near_ties": 6}, False),
+    ({"losses": 0}, False),
+    ({"tokens": 0, "near_ties": 0}, False),
+])  # fmt: skip
 def test_claims_hold_only_if_nothing_is_wrong(change, holds):
     assert all(holds for _, holds in claims_of(SOUND | change)) == holds
 
 
-@pytest.mark.parametrize(
-    ("request_", "counts"),
-    [
-        (asked([10, 11, 12, 13]), (0, 0, 0)),
-        (asked([10, 11, 12, 13], [10, 11, 99, 13]), (0, 1, 0)),
-        (asked([10, 11, 11, 12]), (0, 1, 1)),
-        (asked([10, 11, 12, 13, 14]), (0, 0, 1)),
-        (asked([10, 11], error="it broke"), (1, 0, 0)),
-        (asked([], error="nothing came"), (1, 0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("request_", "counts"), [
+    (asked([10, 11, 12, 13]), (0, 0, 0)),
+    (asked([10, 11, 12, 13], [10, 11, 99, 13]), (0, 1, 0)),
+    (asked([10, 11, 11, 12]), (0, 1, 1)),
+    (asked([10, 11, 12, 13, 14]), (0, 0, 1)),
+    (asked([10, 11], error="it broke"), (1, 0, 0)),
+    (asked([], error="nothing came"), (1, 0, 0)),
+])  # fmt: skip
 def test_lost_wrong_and_doubled_are_counted(request_, counts):
     found = judged([request_], CountingJudge())
     assert (found["lost"], found["wrong"], found["doubled"]) == counts

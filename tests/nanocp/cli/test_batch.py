@@ -204,19 +204,16 @@ def test_a_service_that_goes_away_stops_the_run_with_a_sentence(tmp_path):
     assert len(read(tmp_path / "out.jsonl")) == 1
 
 
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ("{", "line 2: it is no JSON"),
-        ("[]", "line 2: it must be a JSON object"),
-        (line(""), "line 2: custom_id is ''; it must be a text"),
-        (line("a"), "line 2: custom_id is 'a', as in a line before"),
-        (line("b", method="GET"), "line 2: method is 'GET'; it must be POST"),
-        (line("b", url="/v1/embeddings"), "line 2: url is '/v1/embeddings'; it must be /v1/chat"),
-        (line("b", body=[]), "line 2: body must be a JSON object"),
-        (line("b", body={"stream": True}), "line 2: body.stream is true"),
-    ],
-)
+@pytest.mark.parametrize("text, sentence", [
+    ("{", "line 2: it is no JSON"),
+    ("[]", "line 2: it must be a JSON object"),
+    (line(""), "line 2: custom_id is ''; it must be a text"),
+    (line("a"), "line 2: custom_id is 'a', as in a line before"),
+    (line("b", method="GET"), "line 2: method is 'GET'; it must be POST"),
+    (line("b", url="/v1/embeddings"), "line 2: url is '/v1/embeddings'; it must be /v1/chat"),
+    (line("b", body=[]), "line 2: body must be a JSON object"),
+    (line("b", body={"stream": True}), "line 2: body.stream is true"),
+])  # fmt: skip
 def test_a_line_that_is_no_request_is_named_before_anything_is_sent(tmp_path, text, sentence):
     write(tmp_path / "in.jsonl", [line("a"), text])
     result = batch(tmp_path, "http://127.0.0.1:1")

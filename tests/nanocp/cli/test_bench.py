@@ -159,11 +159,8 @@ def test_the_grpc_api_gets_what_was_asked(tmp_path, monkeypatch):
     values = json.loads(path.read_text())
     assert path.name.startswith("grpc-infqps-concurrency3-unknown-")
     assert (values["completed"], values["total_output_tokens"], values["commit"], values["tp"]) == (
-        6,
-        48,
-        "abc",
-        "1",
-    )
+        6, 48, "abc", "1",
+    )  # fmt: skip
     assert (
         values["request_goodput"] == 0 and values["request_rate"] == "inf" and "ttfts" not in values
     )
@@ -278,11 +275,8 @@ def test_an_openai_endpoint_is_measured_message_by_message(
     assert values["generated_texts"][0] == "lalala" and values["errors"][1].startswith("status 503")
     asked = bodies[0]
     assert (asked["model"], asked["temperature"], asked["user"], asked["ignore_eos"]) == (
-        "the/model",
-        0.5,
-        "me",
-        True,
-    )
+        "the/model", 0.5, "me", True,
+    )  # fmt: skip
     assert (
         asked["stream"]
         and asked["stream_options"] == {"include_usage": True}
@@ -300,45 +294,31 @@ def test_an_openai_endpoint_is_measured_message_by_message(
         assert isinstance(asked["messages"][0]["content"], str)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--backend", "tgi"), "--backend is 'tgi'; it must be openai, openai-chat, vllm or grpc"),
-        (("--dataset-name", "sonet"), "--dataset-name is 'sonet'; it must be random, sharegpt"),
-        (("--dataset-name", "sonnet"), "not here: give random with --random-prefix-len"),
-        (("--dataset-name", "custom"), "--dataset-name custom needs --dataset-path"),
-        (("--ramp-up-strategy", "linear"), "run once for each --request-rate"),
-        (("--lora-modules=a", "b"), "--lora-modules is not supported: the service has one model"),
-        (("--num-promts", "3"), "--num-promts is no option here: did you mean --num-prompts?"),
-        (("--dataset-name", "azure"), "needs --dataset-path"),
-        (("--dataset-path", "x.json"), "--dataset-path x.json has no meaning"),
-        (("--goodput", "ttft"), "it must be KEY:MILLISECONDS"),
-        (("--goodput", "itl:5"), "the key must be ttft, tpot or e2el"),
-        (("--percentile-metrics", "p99"), "--percentile-metrics has 'p99'"),
-        (("--metric-percentiles", "101"), "from 0 to 100"),
-        (("--request-rate", "0"), "--request-rate is 0"),
-        (("--max-concurrency", "0"), "--max-concurrency is 0"),
-        (("--self-timed",), "--self-timed is for traces"),
-        (("--extra-body", "[1]"), "it must be a JSON object"),
-        (("--backend", "openai-chat"), "give --tokenizer"),
-        (("--base-url", "http://127.0.0.1:1"), "no service answers at http://127.0.0.1:1 ("),
-        (
-            (
-                "--model",
-                "m",
-                "--base-url",
-                "http://127.0.0.1:1",
-                "--ready-check-timeout-sec",
-                "0.1",
-            ),
-            "was not ready in 0.1 s",
-        ),
-        (
-            ("--backend", "grpc", "--port", "1", "--ready-check-timeout-sec", "0.1"),
-            "no service answers at 127.0.0.1:1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (("--backend", "tgi"), "--backend is 'tgi'; it must be openai, openai-chat, vllm or grpc"),
+    (("--dataset-name", "sonet"), "--dataset-name is 'sonet'; it must be random, sharegpt"),
+    (("--dataset-name", "sonnet"), "not here: give random with --random-prefix-len"),
+    (("--dataset-name", "custom"), "--dataset-name custom needs --dataset-path"),
+    (("--ramp-up-strategy", "linear"), "run once for each --request-rate"),
+    (("--lora-modules=a", "b"), "--lora-modules is not supported: the service has one model"),
+    (("--num-promts", "3"), "--num-promts is no option here: did you mean --num-prompts?"),
+    (("--dataset-name", "azure"), "needs --dataset-path"),
+    (("--dataset-path", "x.json"), "--dataset-path x.json has no meaning"),
+    (("--goodput", "ttft"), "it must be KEY:MILLISECONDS"),
+    (("--goodput", "itl:5"), "the key must be ttft, tpot or e2el"),
+    (("--percentile-metrics", "p99"), "--percentile-metrics has 'p99'"),
+    (("--metric-percentiles", "101"), "from 0 to 100"),
+    (("--request-rate", "0"), "--request-rate is 0"),
+    (("--max-concurrency", "0"), "--max-concurrency is 0"),
+    (("--self-timed",), "--self-timed is for traces"),
+    (("--extra-body", "[1]"), "it must be a JSON object"),
+    (("--backend", "openai-chat"), "give --tokenizer"),
+    (("--base-url", "http://127.0.0.1:1"), "no service answers at http://127.0.0.1:1 ("),
+    (("--model", "m", "--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0.1"),
+     "was not ready in 0.1 s"),
+    (("--backend", "grpc", "--port", "1", "--ready-check-timeout-sec", "0.1"),
+     "no service answers at 127.0.0.1:1"),
+])  # fmt: skip
 def test_what_has_no_meaning_is_a_sentence(arguments, sentence):
     result = bench("--num-prompts", 2, *arguments)
     assert result.exit_code == 2 and "nanocp bench serve: " in result.output
@@ -354,23 +334,20 @@ TOKEN = '{"choices": [{"text": "la", "finish_reason": null}]}'
 LAST = '{"choices": [{"text": "la", "finish_reason": "length"}]}'
 
 
-@pytest.mark.parametrize(
-    ("events", "error"),
-    [
-        ([TOKEN, "[DONE]"], ""),
-        ([TOKEN, LAST], ""),
-        ([TOKEN, '{"error": null, "choices": []}', "[DONE]"], ""),
-        ([TOKEN], "the answer broke off: it has no finish reason"),
-        (["[DONE]"], "the request ended without a token"),
-        ([TOKEN, '{"object": "error", "message": "no room"}', "[DONE]"], "no room"),
-        ([TOKEN, '{"error": {"message": "no room"}}', "[DONE]"], "no room"),
-        ([TOKEN, LAST.replace("length", "error"), "[DONE]"], "a choice ended in an error"),
-        ([TOKEN, '{"choices": [{"error": {"message": "no room"}}]}', LAST], "no room"),
-        ([TOKEN, '["no chunk"]', "[DONE]"], "an event of the answer is no chunk"),
-        ([TOKEN, '{"choices": ["no choice"]}', "[DONE]"], "an event of the answer is no chunk"),
-        ([TOKEN, '{"choices": [', "[DONE]"], "JSONDecodeError"),
-    ],
-)
+@pytest.mark.parametrize(("events", "error"), [
+    ([TOKEN, "[DONE]"], ""),
+    ([TOKEN, LAST], ""),
+    ([TOKEN, '{"error": null, "choices": []}', "[DONE]"], ""),
+    ([TOKEN], "the answer broke off: it has no finish reason"),
+    (["[DONE]"], "the request ended without a token"),
+    ([TOKEN, '{"object": "error", "message": "no room"}', "[DONE]"], "no room"),
+    ([TOKEN, '{"error": {"message": "no room"}}', "[DONE]"], "no room"),
+    ([TOKEN, LAST.replace("length", "error"), "[DONE]"], "a choice ended in an error"),
+    ([TOKEN, '{"choices": [{"error": {"message": "no room"}}]}', LAST], "no room"),
+    ([TOKEN, '["no chunk"]', "[DONE]"], "an event of the answer is no chunk"),
+    ([TOKEN, '{"choices": ["no choice"]}', "[DONE]"], "an event of the answer is no chunk"),
+    ([TOKEN, '{"choices": [', "[DONE]"], "JSONDecodeError"),
+])  # fmt: skip
 def test_only_an_answer_that_came_to_its_end_is_a_success(events, error):
     async def answer(request):
         text = "".join(f"data: {event}\n\n" for event in events)

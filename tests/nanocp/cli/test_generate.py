@@ -163,17 +163,10 @@ def test_generate_prints_one_json_object(server: ScriptedService) -> None:
     code, out, err = run("--target", server.target, "--prompt", "hello", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {
-        "request_id": "named",
-        "text": "\x1b[2Jhi!",
-        "token_ids": [7, 8, 9],
-        "finish_reason": "length",
-        "stop_reason": None,
-        "prompt_tokens": 2,
-        "generated_tokens": 3,
-        "cp_degree": 2,
-        "moe_binding": 1,
-        "kv_split": [[0, 4], [1, 5]],
-    }
+        "request_id": "named", "text": "\x1b[2Jhi!", "token_ids": [7, 8, 9],
+        "finish_reason": "length", "stop_reason": None, "prompt_tokens": 2, "generated_tokens": 3,
+        "cp_degree": 2, "moe_binding": 1, "kv_split": [[0, 4], [1, 5]],
+    }  # fmt: skip
 
 
 def test_generate_reads_prompts_from_files(server: ScriptedService, tmp_path: Path) -> None:
@@ -186,15 +179,12 @@ def test_generate_reads_prompts_from_files(server: ScriptedService, tmp_path: Pa
     assert list(server.script.last.token_ids.ids) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("[1, -2]", "JSON array of token ids"),
-        ("{}", "JSON array"),
-        ("1 2", "is not JSON"),
-        ("[true]", "JSON array"),
-    ],
-)
+@pytest.mark.parametrize(("content", "sentence"), [
+    ("[1, -2]", "JSON array of token ids"),
+    ("{}", "JSON array"),
+    ("1 2", "is not JSON"),
+    ("[true]", "JSON array"),
+])  # fmt: skip
 def test_a_file_without_ids_is_named(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "ids.json"
     path.write_text(content)

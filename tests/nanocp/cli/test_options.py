@@ -91,11 +91,8 @@ def run(*words: str):
 
 def test_a_dataclass_comes_back_as_a_value():
     assert run("there", "--needed", "3", "--words", "a", "--words", "b", "--loud") == [
-        "there",
-        Group(3, ["a", "b"]),
-        {},
-        True,
-    ]
+        "there", Group(3, ["a", "b"]), {}, True,
+    ]  # fmt: skip
     assert run("there", "--needed", "3")[1] == Group(3, [])
 
 

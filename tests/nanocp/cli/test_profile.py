@@ -39,21 +39,12 @@ from nanocp.simulator.fit.lanes import lane_batches
 
 NUM_INSTANCES = 4
 PLANTED = Costs(
-    attention_us=11.0,
-    attention_ps_per_token=70_000.0,
-    attention_ns_per_row=9000.0,
-    exchange_us=400.0,
-    exchange_gb_per_s_within_node=0.1,
-    exchange_gb_per_s_between_nodes=0.1,
-    exchange_us_between_nodes=0.0,
-    dispatch_combine_us=300.0,
-    dispatch_combine_us_at_128_rows=((NUM_INSTANCES, 300.0 + 128 * 5),),
-    weights_gb_per_s=1.0,
-    gemm_tflops=1.0,
-    other_us=500.0,
-    other_ns_per_row=20_000.0,
-    step_us=900.0,
-)
+    attention_us=11.0, attention_ps_per_token=70_000.0, attention_ns_per_row=9000.0,
+    exchange_us=400.0, exchange_gb_per_s_within_node=0.1, exchange_gb_per_s_between_nodes=0.1,
+    exchange_us_between_nodes=0.0, dispatch_combine_us=300.0,
+    dispatch_combine_us_at_128_rows=((NUM_INSTANCES, 300.0 + 128 * 5),), weights_gb_per_s=1.0,
+    gemm_tflops=1.0, other_us=500.0, other_ns_per_row=20_000.0, step_us=900.0,
+)  # fmt: skip
 SWEEP = {1024: {1: 100.0, 2: 150.0}, 2048: {1: 200.0, 2: 190.0}}
 
 
@@ -71,12 +62,9 @@ def test_noise_makes_no_islands_in_the_degree_table():
     better_at_1 = {1: 1.0, 2: 2.0}
     better_at_2 = {1: 2.0, 2: 1.0}
     sweep = {
-        512: better_at_1,
-        1024: better_at_2,
-        2048: better_at_1,
-        4096: better_at_2,
+        512: better_at_1, 1024: better_at_2, 2048: better_at_1, 4096: better_at_2,
         8192: better_at_2,
-    }
+    }  # fmt: skip
     assert degree_table(sweep) == (((4096, 1),), 2)
     assert degree_table({512: better_at_1, 1024: better_at_1}) == ((), 1)
     assert degree_table({512: {1: 1.0, 2: 1.0}}) == ((), 1)
@@ -314,15 +302,12 @@ def test_two_lanes_are_profiled_and_shown(tiny_checkpoint, tmp_path):
     assert num_reasons == len(scheduler.lane_table), shown.output
 
 
-@pytest.mark.parametrize(
-    ("errors", "is_doubted"),
-    [
-        ((0.0, 0.01, -0.05, 0.54), False),
-        ((0.0, 0.01, -0.05, -0.87), True),
-        ((0.3, -0.3, 0.25), True),
-        ((), False),
-    ],
-)
+@pytest.mark.parametrize(("errors", "is_doubted"), [
+    ((0.0, 0.01, -0.05, 0.54), False),
+    ((0.0, 0.01, -0.05, -0.87), True),
+    ((0.3, -0.3, 0.25), True),
+    ((), False),
+])  # fmt: skip
 def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
     planted, tmp_path, errors, is_doubted
 ):

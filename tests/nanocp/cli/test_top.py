@@ -44,49 +44,21 @@ def request(number, pages_on, **others):
 
 
 SNAPSHOT = {
-    "policy": "dual_balanced",
-    "page_size": 64,
-    "num_frames": 40,
-    "num_running": 3,
-    "num_prefilling": 2,
-    "num_queued": 1,
+    "policy": "dual_balanced", "page_size": 64, "num_frames": 40, "num_running": 3,
+    "num_prefilling": 2, "num_queued": 1,
     "instances": [instance(0), instance(1, step_ms=None, exchange_ms=None)],
-    "requests": [
-        request(3, [[1, 16], [0, 10]], promised_on=[[0, 3]]),
-        request(4, [[0, 6]]),
-        request(55, [[0, 0], [1, 0]]),
-    ],
-    "waiting": [{"id": 5, "age_s": 7.25}],
-    "ended": [],
-    "recovery": {
-        "term": 1,
-        "lost": 0,
-        "recovers_for_s": None,
-        "held": 0,
-        "seats": ["serving"] * 2,
-        "spares": 0,
-    },
-    "engines": [
-        {
-            "url": "http://a:8000",
-            "is_up": True,
-            "problem": "",
-            "tokens_in_flight": 4096,
-            "done": 7,
-            "failed": 0,
-        },
-        {
-            "url": "http://b:8000",
-            "is_up": False,
-            "problem": "it hangs",
-            "tokens_in_flight": 0,
-            "done": 1,
-            "failed": 2,
-        },
-    ],
-    "tpot_ms": [None, 5.0, 10.0],
-    "tokens_per_s": [0.0, 100.0, 50.0],
-}
+    "requests": [request(3, [[1, 16], [0, 10]], promised_on=[[0, 3]]),
+                 request(4, [[0, 6]]),
+                 request(55, [[0, 0], [1, 0]])],
+    "waiting": [{"id": 5, "age_s": 7.25}], "ended": [],
+    "recovery": {"term": 1, "lost": 0, "recovers_for_s": None, "held": 0, "seats": ["serving"] * 2,
+                 "spares": 0},
+    "engines": [{"url": "http://a:8000", "is_up": True, "problem": "", "tokens_in_flight": 4096,
+                 "done": 7, "failed": 0},
+                {"url": "http://b:8000", "is_up": False, "problem": "it hangs",
+                 "tokens_in_flight": 0, "done": 1, "failed": 2}],
+    "tpot_ms": [None, 5.0, 10.0], "tokens_per_s": [0.0, 100.0, 50.0],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -112,12 +84,8 @@ def test_a_picture_of_the_cluster(address):
     assert "token to token 10.0 ms ▅█" in lines[3] and "tokens/s 50 ▁█▅" in lines[3]
     bars = {line.split()[0]: line.split() for line in lines[6:8]}
     assert bars["0"][1:] == [
-        "D" * 7 + "+" * 3 + "▓" * 6 + "░" * 4 + "·" * 20,
-        "20",
-        "2",
-        "12.5",
-        "2.2",
-    ]
+        "D" * 7 + "+" * 3 + "▓" * 6 + "░" * 4 + "·" * 20, "20", "2", "12.5", "2.2",
+    ]  # fmt: skip
     assert bars["1"][1:] == ["D" * 16 + "░" * 4 + "·" * 20, "20", "2", "-", "-"]
     assert "+ promised, no KV yet" in lines[9]
     cells = ["D", "3", "running", "1,200", "2", "0", "0:10", "1:16"]
@@ -225,18 +193,14 @@ def test_an_absent_service_is_a_sentence():
 
 @pytest.mark.parametrize(
     ("snapshot", "said", "status"),
-    [
-        (SNAPSHOT, "degraded: prefill http://b:8000 is down (it hangs); 2 of 2 instances serve", 1),
-        (SNAPSHOT | {"engines": []}, "whole; 2 of 2 instances serve, 3 requests run, 2 prefill", 0),
-        (
-            BUSY | {"engines": []},
-            "degraded: it recovers for 4.2 s; 5 requests held for another attempt; 1 seats "
-            "loading; 30 of 32 instances serve",
-            1,
-        ),
-    ],
+    [(SNAPSHOT, "degraded: prefill http://b:8000 is down (it hangs); 2 of 2 instances serve", 1),
+     (SNAPSHOT | {"engines": []}, "whole; 2 of 2 instances serve, 3 requests run, 2 prefill", 0),
+     (BUSY | {"engines": []},
+      "degraded: it recovers for 4.2 s; 5 requests held for another attempt; 1 seats "
+      "loading; 30 of 32 instances serve",
+      1)],
     ids=["an engine", "whole", "recovers"],
-)
+)  # fmt: skip
 def test_a_line_says_what_is_degraded(monkeypatch, snapshot, said, status):
     monkeypatch.setattr("nanocp.cli.operate.top.fetch", lambda *_: snapshot)
     done = CliRunner().invoke(app, ["status"])

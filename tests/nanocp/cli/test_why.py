@@ -40,12 +40,8 @@ def test_a_service_and_its_event_log_say_the_same(tmp_path):
     assert first.startswith("request 2, the client's id mine: ")
     assert first.endswith("s, ended: length")
     assert [line.split()[0] for line in lines[1:6]] == [
-        "queue",
-        "prefill",
-        "start",
-        "decode",
-        "away",
-    ]
+        "queue", "prefill", "start", "decode", "away",
+    ]  # fmt: skip
     assert any("most of the time went into" in line for line in lines)
     assert "row starts: in every window from" in shown.stdout
     logged = json.loads(why("mine", "--event-log", log, "--json").stdout)

@@ -64,15 +64,12 @@ prefill: {synthetic_kv: true}
 
 def test_every_type_of_value_comes_through_the_environment() -> None:
     environment = {
-        "NANOCP_CLUSTER__BOUNDS__MAX_ROWS": "8",
-        "NANOCP_SCHEDULER__POLICY": "cost_aware",
+        "NANOCP_CLUSTER__BOUNDS__MAX_ROWS": "8", "NANOCP_SCHEDULER__POLICY": "cost_aware",
         "NANOCP_SCHEDULER__TTFT_TARGETS": "[[0, 100], [1, 200]]",
-        "NANOCP_SCHEDULER__GROWTH_PROMISE": "tokens:64",
-        "NANOCP_PREFILL__SYNTHETIC_KV": "true",
-        "NANOCP_SERVICE__HOST": "::1",
-        "NANOCP_HOME": "no configuration: it has no section",
+        "NANOCP_SCHEDULER__GROWTH_PROMISE": "tokens:64", "NANOCP_PREFILL__SYNTHETIC_KV": "true",
+        "NANOCP_SERVICE__HOST": "::1", "NANOCP_HOME": "no configuration: it has no section",
         "OTHER_CLUSTER__NUM_INSTANCES": "9",
-    }
+    }  # fmt: skip
     config = load_config(None, {}, environment)
     assert config.cluster.bounds.max_rows == 8
     assert config.scheduler.policy == "cost_aware"

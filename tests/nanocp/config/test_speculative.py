@@ -27,24 +27,19 @@ def test_each_name_of_the_mtp_layer_sets_the_number(method):
     assert num_drafts_of(json.dumps({"method": method})) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("mtp", 'is no JSON .*; give \'{"method": "mtp"'),
-        ('["mtp"]', "it must be an object such as"),
-        ("{}", "method is null; it must be mtp, deepseek_mtp or glm4_moe_mtp"),
-        ('{"method": "eagle3"}', 'method is "eagle3"; it must be mtp'),
-        ('{"method": ["mtp"]}', "method is .* it must be mtp"),
-        (
-            '{"method": "mtp", "rejection_sample_method": "block"}',
-            "has 'rejection_sample_method'; it may have method and num_speculative_tokens",
-        ),
-        ('{"method": "mtp", "num_speculative_tokens": 0}', "is 0; it must be a number from 1 on"),
-        ('{"method": "mtp", "num_speculative_tokens": true}', "is true; it must be a number"),
-        ('{"method": "mtp", "num_speculative_tokens": 1.0}', "is 1.0; it must be a number"),
-        ('{"method": "mtp", "num_speculative_tokens": null}', "is null; it must be a number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("mtp", 'is no JSON .*; give \'{"method": "mtp"'),
+    ('["mtp"]', "it must be an object such as"),
+    ("{}", "method is null; it must be mtp, deepseek_mtp or glm4_moe_mtp"),
+    ('{"method": "eagle3"}', 'method is "eagle3"; it must be mtp'),
+    ('{"method": ["mtp"]}', "method is .* it must be mtp"),
+    ('{"method": "mtp", "rejection_sample_method": "block"}',
+     "has 'rejection_sample_method'; it may have method and num_speculative_tokens"),
+    ('{"method": "mtp", "num_speculative_tokens": 0}', "is 0; it must be a number from 1 on"),
+    ('{"method": "mtp", "num_speculative_tokens": true}', "is true; it must be a number"),
+    ('{"method": "mtp", "num_speculative_tokens": 1.0}', "is 1.0; it must be a number"),
+    ('{"method": "mtp", "num_speculative_tokens": null}', "is null; it must be a number"),
+])  # fmt: skip
 def test_what_nobody_drafts_by_is_refused_with_what_would_be_right(text, sentence):
     with pytest.raises(ValueError, match=sentence):
         num_drafts_of(text)

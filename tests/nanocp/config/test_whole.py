@@ -14,17 +14,13 @@ SUPERVISED = ServiceConfig(controller_process=True)
 
 @pytest.mark.parametrize(
     ("sections", "sentence"),
-    [
-        ({"cluster": ClusterConfig(layout="pipeline")}, "layout is pipeline: it must be instances"),
-        ({"data_plane": DataPlaneConfig(device="cuda")}, "device is cuda: it must be cpu"),
-        (
-            {"service": ServiceConfig(controller_process=True, node_streams=True)},
-            "node_streams is true: it must be false",
-        ),
-        ({"limits": LimitsConfig(recovery_timeout_ms=0)}, "limits.recovery_timeout_ms: 0"),
-    ],
+    [({"cluster": ClusterConfig(layout="pipeline")}, "layout is pipeline: it must be instances"),
+     ({"data_plane": DataPlaneConfig(device="cuda")}, "device is cuda: it must be cpu"),
+     ({"service": ServiceConfig(controller_process=True, node_streams=True)},
+      "node_streams is true: it must be false"),
+     ({"limits": LimitsConfig(recovery_timeout_ms=0)}, "limits.recovery_timeout_ms: 0")],
     ids=["layout", "device", "node_streams", "recovery"],
-)
+)  # fmt: skip
 def test_members_that_cannot_wait_for_another_controller_are_refused(sections, sentence):
     with pytest.raises(ValueError, match=f"controller_process is true, and .*{sentence}"):
         Config(**({"service": SUPERVISED, "scheduler": SchedulerConfig(lanes="off")} | sections))
@@ -32,21 +28,13 @@ def test_members_that_cannot_wait_for_another_controller_are_refused(sections, s
 
 @pytest.mark.parametrize(
     ("sections", "sentence"),
-    [
-        (
-            {"cluster": ClusterConfig(layout="pipeline", num_instances=2)},
-            "scheduler.num_drafts 1: its last stage does not draft",
-        ),
-        (
-            {
-                "scheduler": SchedulerConfig(num_drafts=1, drafting="always", lanes="always"),
-                "data_plane": DataPlaneConfig(device="cuda", dispatch_backend="exchange"),
-            },
-            "num_drafts is 1 and scheduler.lanes always; on a GPU one of them must be off",
-        ),
-    ],
+    [({"cluster": ClusterConfig(layout="pipeline", num_instances=2)},
+      "scheduler.num_drafts 1: its last stage does not draft"),
+     ({"scheduler": SchedulerConfig(num_drafts=1, drafting="always", lanes="always"),
+       "data_plane": DataPlaneConfig(device="cuda", dispatch_backend="exchange")},
+      "num_drafts is 1 and scheduler.lanes always; on a GPU one of them must be off")],
     ids=["pipeline", "cuda"],
-)
+)  # fmt: skip
 def test_drafts_where_nothing_drafts_are_refused(sections, sentence):
     scheduler = SchedulerConfig(num_drafts=1, lanes="off")
     with pytest.raises(ValueError, match=sentence):
@@ -71,13 +59,10 @@ def test_numbers_and_ways_of_drafting_that_there_are_not_are_refused():
         SchedulerConfig(drafting="often")
 
 
-@pytest.mark.parametrize(
-    ("sections", "sentence"),
-    [
-        ({"scheduler": SchedulerConfig(num_drafts=1)}, "num_drafts 1: it must be 0"),
-        ({"cluster": ClusterConfig(layout="pipeline")}, "it must be instances"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "sentence"), [
+    ({"scheduler": SchedulerConfig(num_drafts=1)}, "num_drafts 1: it must be 0"),
+    ({"cluster": ClusterConfig(layout="pipeline")}, "it must be instances"),
+])  # fmt: skip
 def test_what_rows_with_states_do_not_go_with_is_refused(sections, sentence):
     config = Config(**sections)
     with pytest.raises(ValueError, match=f"linear attention layers, and .*{sentence}"):

@@ -30,19 +30,16 @@ def limits(folder, max_model_len):
     return open_checkpoint(config, folder).limits
 
 
-@pytest.mark.parametrize(
-    ("changes", "longest"),
-    [
-        ({"rope_scaling": YARN | OLD}, 4096),
-        ({"rope_scaling": None, "rope_parameters": YARN | NEW}, 4096),
-        ({"rope_scaling": YARN | {"rope_type": "yarn", "factor": 1.5}}, 1536),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 2048),
-        ({"rope_scaling": YARN | OLD, "max_position_embeddings": 4096}, 4096),
-        ({"rope_scaling": YARN | OLD, "max_position_embeddings": 5000}, 5000),
-        ({"rope_scaling": None}, 1024),
-        ({"rope_scaling": YARN | {"rope_type": "llama3"}}, 1024),
-    ],
-)
+@pytest.mark.parametrize(("changes", "longest"), [
+    ({"rope_scaling": YARN | OLD}, 4096),
+    ({"rope_scaling": None, "rope_parameters": YARN | NEW}, 4096),
+    ({"rope_scaling": YARN | {"rope_type": "yarn", "factor": 1.5}}, 1536),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 2048),
+    ({"rope_scaling": YARN | OLD, "max_position_embeddings": 4096}, 4096),
+    ({"rope_scaling": YARN | OLD, "max_position_embeddings": 5000}, 5000),
+    ({"rope_scaling": None}, 1024),
+    ({"rope_scaling": YARN | {"rope_type": "llama3"}}, 1024),
+])  # fmt: skip
 def test_a_length_is_taken_as_far_as_the_embedding_is_stretched(tmp_path, changes, longest):
     folder = model(tmp_path, **({"max_position_embeddings": 1024} | changes))
     for asked in (500, longest):
@@ -68,15 +65,12 @@ def test_serve_refuses_a_length_that_was_given_and_not_its_default(tmp_path):
     assert "cluster.max_model_len is 8192; the model takes at most 1024 tokens" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "hardware", "sentence"),
-    [
-        ("shapes/mixtral-8x7b", Hardware(32, DeviceName("h200")), "has 8 experts; there may be as"),
-        ("shapes/qwen3.5-397b", Hardware(8, layout="pipeline"), "linear attention layers, and "),
-        ("published/deepseek-v3", Hardware(70, layout="pipeline"), "num_layers is 61"),
-        ("shapes/qwen3-8b", Hardware(2, DeviceName("h100"), kv_dtype="fp8"), "model has K/V heads"),
-    ],
-)
+@pytest.mark.parametrize(("name", "hardware", "sentence"), [
+    ("shapes/mixtral-8x7b", Hardware(32, DeviceName("h200")), "has 8 experts; there may be as"),
+    ("shapes/qwen3.5-397b", Hardware(8, layout="pipeline"), "linear attention layers, and "),
+    ("published/deepseek-v3", Hardware(70, layout="pipeline"), "num_layers is 61"),
+    ("shapes/qwen3-8b", Hardware(2, DeviceName("h100"), kv_dtype="fp8"), "model has K/V heads"),
+])  # fmt: skip
 def test_plan_refuses_what_serve_refuses(tmp_path, name, hardware, sentence):
     folder = model(tmp_path, name)
     with pytest.raises(ValueError, match=sentence):

@@ -6,12 +6,9 @@ import sys
 from harness.paths import ROOT
 
 MODULES = (
-    "nanocp.serve.service",
-    "nanocp.serve.front_end_process",
-    "nanocp.serve.supervisor",
-    "nanocp.cli.serve.controller_process",
-    "data_plane.programs.process",
-)
+    "nanocp.serve.service", "nanocp.serve.front_end_process", "nanocp.serve.supervisor",
+    "nanocp.cli.serve.controller_process", "data_plane.programs.process",
+)  # fmt: skip
 
 
 def test_a_checkpoint_is_opened_without_torch():

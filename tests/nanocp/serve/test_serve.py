@@ -175,15 +175,12 @@ def test_an_instance_that_dies_at_start_is_quoted():
         )
 
 
-@pytest.mark.parametrize(
-    ("host", "settings", "warning"),
-    [
-        ("127.0.0.1", {}, ""),
-        ("0.0.0.0", {}, "whoever reaches this machine may use the service, and drain and scale it"),
-        ("::", {"api_keys": ("a key",)}, "nobody may read the status port, or drain and scale"),
-        ("0.0.0.0", {"api_keys": ("a",), "operator_keys_file": "/keys"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("host", "settings", "warning"), [
+    ("127.0.0.1", {}, ""),
+    ("0.0.0.0", {}, "whoever reaches this machine may use the service, and drain and scale it"),
+    ("::", {"api_keys": ("a key",)}, "nobody may read the status port, or drain and scale"),
+    ("0.0.0.0", {"api_keys": ("a",), "operator_keys_file": "/keys"}, ""),
+])  # fmt: skip
 def test_open_ports_without_keys_are_warned_of(host, settings, warning, caplog):
     _warn_of_open_ports(ServiceConfig(host=host, **settings))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(warning)
@@ -201,23 +198,17 @@ def test_a_port_in_use_is_named(name):
             assert f"port {port} of 127.0.0.1" in serve.the_sentence()
 
 
-@pytest.mark.parametrize(
-    ("options", "environment", "sentence"),
-    [
-        (["--policy", "dual_balancd"], {}, "dual_balanced"),
-        (["--instances", "0"], {}, "num_instances is 0; it must be at least 1"),
-        (["--config", "no-such-file.yaml"], {}, "no-such-file.yaml does not exist"),
-        ([], {"NANOCP_CLUSTER__NUM_INSTANCE": "2"}, "did you mean 'num_instances'?"),
-        (["--grpc-port", "70000"], {}, "grpc_port is 70000"),
-        (["--address", "auto"], {}, "--address names a Ray cluster"),
-        (
-            ["--event-log", "/proc/log"],
-            {},
-            "the event log /proc/log cannot be written: No such file or directory",
-        ),
-        (["--policy", "fluid"], {}, "only `nanocp simulate` knows; use cost_aware"),
-    ],
-)
+@pytest.mark.parametrize(("options", "environment", "sentence"), [
+    (["--policy", "dual_balancd"], {}, "dual_balanced"),
+    (["--instances", "0"], {}, "num_instances is 0; it must be at least 1"),
+    (["--config", "no-such-file.yaml"], {}, "no-such-file.yaml does not exist"),
+    ([], {"NANOCP_CLUSTER__NUM_INSTANCE": "2"}, "did you mean 'num_instances'?"),
+    (["--grpc-port", "70000"], {}, "grpc_port is 70000"),
+    (["--address", "auto"], {}, "--address names a Ray cluster"),
+    (["--event-log", "/proc/log"], {},
+     "the event log /proc/log cannot be written: No such file or directory"),
+    (["--policy", "fluid"], {}, "only `nanocp simulate` knows; use cost_aware"),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence(options, environment, sentence):
     with Serve(*TWO, *options, environment=environment) as serve:
         assert serve.wait(150) == 2
@@ -233,15 +224,12 @@ def test_a_start_that_keys_refuse_leaves_no_event_log(tmp_path):
     assert not log.exists()
 
 
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        pytest.param("{}", "the architecture is none", marks=pytest.mark.system),
-        ('{"architectures": ["GptOssForCausalLM"]}', "DeepseekV3ForCausalLM"),
-        (None, "config.json"),
-        pytest.param("{", "config.json", marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize(("config", "sentence"), [
+    pytest.param("{}", "the architecture is none", marks=pytest.mark.system),
+    ('{"architectures": ["GptOssForCausalLM"]}', "DeepseekV3ForCausalLM"),
+    (None, "config.json"),
+    pytest.param("{", "config.json", marks=pytest.mark.system),
+])  # fmt: skip
 def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(
     tmp_path, config, sentence
 ):

@@ -44,15 +44,12 @@ def generate_all(service, lengths, seed=0, max_tokens=6):
         assert found == expected(ids, max_tokens), f"a prompt of {len(ids)} tokens"
 
 
-@pytest.mark.parametrize(
-    ("backend", "block_size"),
-    [
-        ("auto", 16),
-        ("tcp", 128),
-        pytest.param("auto", 128, marks=pytest.mark.system),
-        pytest.param("tcp", 16, marks=pytest.mark.system),
-    ],
-)
+@pytest.mark.parametrize(("backend", "block_size"), [
+    ("auto", 16),
+    ("tcp", 128),
+    pytest.param("auto", 128, marks=pytest.mark.system),
+    pytest.param("tcp", 16, marks=pytest.mark.system),
+])  # fmt: skip
 def test_every_token_is_right_whatever_the_blocks_and_the_way(backend, block_size):
     with EngineProcess(block_size=block_size) as engine:
         config = config_for(engine.url)
@@ -151,13 +148,10 @@ def test_an_engine_that_fails_its_prompts_costs_attempts_and_then_a_sentence():
         generate(service.address, prompt(100, 1), 4)
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ("garbage", "page 0 of the probe differs"),
-        ("plain", "it computes prompts but sends no pages: start vLLM with the flags"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "sentence"), [
+    ("garbage", "page 0 of the probe differs"),
+    ("plain", "it computes prompts but sends no pages: start vLLM with the flags"),
+])  # fmt: skip
 def test_an_engine_with_other_kv_never_serves(fault, sentence):
     with (
         EngineProcess(fault=fault) as engine,

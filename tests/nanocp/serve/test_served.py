@@ -14,16 +14,13 @@ from nanocp.serve.served import policy_in_words
 MEASURE = "(nanocp profile measures yours)"
 
 
-@pytest.mark.parametrize(
-    ("num", "policy", "costs", "words"),
-    [
-        (4, "cost_aware", CPU_COSTS, f"cost_aware by costs of a CPU {MEASURE}"),
-        (4, "cost_aware", CostConfig(), f"cost_aware by costs of 32 H200s {MEASURE}"),
-        (4, "cost_aware", replace(CPU_COSTS, link_tokens=7), "cost_aware"),
-        (1, "cost_aware", CPU_COSTS, "cost_aware"),
-        (4, "dual_balanced", CPU_COSTS, "dual_balanced"),
-    ],
-)
+@pytest.mark.parametrize(("num", "policy", "costs", "words"), [
+    (4, "cost_aware", CPU_COSTS, f"cost_aware by costs of a CPU {MEASURE}"),
+    (4, "cost_aware", CostConfig(), f"cost_aware by costs of 32 H200s {MEASURE}"),
+    (4, "cost_aware", replace(CPU_COSTS, link_tokens=7), "cost_aware"),
+    (1, "cost_aware", CPU_COSTS, "cost_aware"),
+    (4, "dual_balanced", CPU_COSTS, "dual_balanced"),
+])  # fmt: skip
 def test_costs_of_other_machines_are_said_with_the_policy(num, policy, costs, words):
     scheduler = SchedulerConfig(policy=policy, costs=costs)
     config = Config(cluster=ClusterConfig(num_instances=num), scheduler=scheduler)

@@ -158,12 +158,9 @@ def until(condition):
 def test_the_controller_is_lost_while_stages_compute(tiny_checkpoint, tiny_oracle):
     """Stages may still run passes of prompts that the next controller knows by other tickets."""
     settings = {
-        "service.controller_process": True,
-        "prefill.stages": 2,
-        "prefill.chunk_tokens": 64,
-        "cluster.num_frames": 64,
-        "cluster.max_model_len": 1024,
-    }
+        "service.controller_process": True, "prefill.stages": 2, "prefill.chunk_tokens": 64,
+        "cluster.num_frames": 64, "cluster.max_model_len": 1024,
+    }  # fmt: skip
     with (
         serve(tiny_checkpoint, 2, settings, ray=False, synthetic_kv=False) as service,
         ThreadPoolExecutor(8) as pool,

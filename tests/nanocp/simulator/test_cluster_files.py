@@ -71,19 +71,13 @@ def test_experts_need_not_divide_by_instances():
     assert uneven.cluster.num_frames < even.cluster.num_frames
 
 
-@pytest.mark.parametrize(
-    ("name", "num_instances", "named"),
-    [
-        (
-            "h100x32-deepseek-v3",
-            8,
-            "does not fit 8 H100: of 80 GB each, 72.0 are usable; 32 experts of 58 layers take "
-            "81.7, other weights 34.2, graphs and buffers 5.9: 49.9 GB too many",
-        ),
-        ("h200x32-deepseek-v3", 8, r"max_model_len \(1048576\) can never run"),
-        ("h200x32-deepseek-v3", 264, r"256 experts; there may be as many .*, and not 264"),
-    ],
-)
+@pytest.mark.parametrize(("name", "num_instances", "named"), [
+    ("h100x32-deepseek-v3", 8,
+     "does not fit 8 H100: of 80 GB each, 72.0 are usable; 32 experts of 58 layers take "
+     "81.7, other weights 34.2, graphs and buffers 5.9: 49.9 GB too many"),
+    ("h200x32-deepseek-v3", 8, r"max_model_len \(1048576\) can never run"),
+    ("h200x32-deepseek-v3", 264, r"256 experts; there may be as many .*, and not 264"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_sum(name, num_instances, named):
     with pytest.raises(ValueError, match=named):
         load_cluster_file(name, num_instances)

@@ -35,15 +35,12 @@ def loads(rows, tokens_each=4096):
     return Loads([rows * tokens_each] * 32, [rows] * 32, [rows] * 32, [0] * 32, [0] * 32)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "break_even"),
-    [
-        ("h200x32-deepseek-v3", 2, 0.15),
-        ("h200x32-deepseek-v3", 64, 0.80),
-        ("h200x32-kimi-k2", 8, 0.26),
-        ("h200x32-glm-4.5", 32, 0.33),
-    ],
-)
+@pytest.mark.parametrize(("name", "rows", "break_even"), [
+    ("h200x32-deepseek-v3", 2, 0.15),
+    ("h200x32-deepseek-v3", 64, 0.80),
+    ("h200x32-kimi-k2", 8, 0.26),
+    ("h200x32-glm-4.5", 32, 0.33),
+])  # fmt: skip
 def test_a_draft_costs_little_with_few_rows_and_most_with_128_heads(name, rows, break_even):
     """The share of drafts that must be right, for one draft to win anything."""
     model = CostModel(load_cluster_file(name), "fitted")

@@ -161,17 +161,9 @@ def test_reasons_to_wait_are_bounded_and_the_last_is_told():
 
 
 SHORT = (
-    "--seconds",
-    "3",
-    "--warm-up",
-    "0.2",
-    "--workload",
-    "issue-5",
-    "--rate",
-    "12",
-    "--policy",
+    "--seconds", "3", "--warm-up", "0.2", "--workload", "issue-5", "--rate", "12", "--policy",
     "cost_aware",
-)
+)  # fmt: skip
 
 
 def nanocp(*arguments):
@@ -207,13 +199,10 @@ def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
         assert words in shown.stdout, words
 
 
-@pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        ("9999", "--explain 9999: no such request arrived; the last to arrive was number"),
-        ("seven", "--explain seven: no such request arrived; the last to arrive was number"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "answer"), [
+    ("9999", "--explain 9999: no such request arrived; the last to arrive was number"),
+    ("seven", "--explain seven: no such request arrived; the last to arrive was number"),
+])  # fmt: skip
 def test_what_cannot_be_explained_is_answered_in_a_sentence(asked, answer):
     result = nanocp(*SHORT, "--explain", asked)
     assert result.exit_code == 2 and answer in " ".join(result.output.replace("│", " ").split())

@@ -310,17 +310,9 @@ def test_a_trace_is_json_whose_slices_nest(policy, steps_per_window, tmp_path):
 
 def test_the_command_writes_pictures_and_a_trace(tmp_path):
     arguments = [
-        "--seconds",
-        "0.3",
-        "--warm-up",
-        "0.1",
-        "--workload",
-        "fixed:1000:4",
-        "--policy",
-        "dual_balanced",
-        "--policy",
-        "fluid",
-    ]
+        "--seconds", "0.3", "--warm-up", "0.1", "--workload", "fixed:1000:4", "--policy",
+        "dual_balanced", "--policy", "fluid",
+    ]  # fmt: skip
     places = ["--plots", str(tmp_path / "new" / "plots"), "--trace", str(tmp_path / "trace.json")]
     result = CliRunner().invoke(app, ["simulate", *arguments, *places, "--json"])
     assert result.exit_code == 0, result.output

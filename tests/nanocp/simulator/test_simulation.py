@@ -36,16 +36,9 @@ SMALL = replace(
     ),
 )
 POLICIES = [
-    "dual_balanced",
-    "dual_balanced_any_node",
-    "least_batch",
-    "least_cache",
-    "uniform_cp:2",
-    "uniform_cp:4",
-    "fixed_degree:3",
-    "chaos",
-    "fluid",
-]
+    "dual_balanced", "dual_balanced_any_node", "least_batch", "least_cache", "uniform_cp:2",
+    "uniform_cp:4", "fixed_degree:3", "chaos", "fluid",
+]  # fmt: skip
 
 
 LENS = [512 * turn + 100 for turn in range(1, 6)]
@@ -348,17 +341,14 @@ def recorded(*requests, slo, ends, until=10**7):
 SLO = Slo(tpot_us=100, ttft_us=1000)
 
 
-@pytest.mark.parametrize(
-    ("output_len", "first_us", "last_us", "is_met"),
-    [
-        (11, 1000, 2000, True),
-        (11, 1001, 2001, False),
-        (11, 1000, 2001, False),
-        (11, 10, 1010, True),
-        (1, 1000, 1000, True),
-        (1, 1001, 1001, False),
-    ],
-)
+@pytest.mark.parametrize(("output_len", "first_us", "last_us", "is_met"), [
+    (11, 1000, 2000, True),
+    (11, 1001, 2001, False),
+    (11, 1000, 2001, False),
+    (11, 10, 1010, True),
+    (1, 1000, 1000, True),
+    (1, 1001, 1001, False),
+])  # fmt: skip
 def test_a_request_must_meet_both_times(output_len, first_us, last_us, is_met):
     outcome = recorded(
         WorkloadRequest(0, 10, output_len, output_len), slo=SLO, ends=[(first_us, last_us)]

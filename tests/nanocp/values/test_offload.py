@@ -22,30 +22,24 @@ def test_slots_are_what_fits():
     assert Config().with_slots(1 << 20) == Config()
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"host_gib": -1.0}, "host_gib is -1.0; it must be a number of GiB, at least 0"),
-        ({"host_gib": inf}, "host_gib is inf; it must be a number of GiB"),
-        ({"host_gib": 1.0, "file_gib": inf, "file_dir": "/tmp"}, "file_gib is inf; it must be"),
-        ({"file_gib": 1.0, "file_dir": "/tmp"}, "pages reach the file through memory"),
-        ({"host_gib": 1.0, "file_gib": 1.0}, "set both or neither"),
-        ({"host_gib": 1.0, "file_dir": "/tmp"}, "set both or neither"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"host_gib": -1.0}, "host_gib is -1.0; it must be a number of GiB, at least 0"),
+    ({"host_gib": inf}, "host_gib is inf; it must be a number of GiB"),
+    ({"host_gib": 1.0, "file_gib": inf, "file_dir": "/tmp"}, "file_gib is inf; it must be"),
+    ({"file_gib": 1.0, "file_dir": "/tmp"}, "pages reach the file through memory"),
+    ({"host_gib": 1.0, "file_gib": 1.0}, "set both or neither"),
+    ({"host_gib": 1.0, "file_dir": "/tmp"}, "set both or neither"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         KvOffloadConfig(**fields)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"data_plane": DataPlaneConfig(device="cuda")}, "device is cuda: it must be cpu"),
-        ({"prefill": PrefillConfig(synthetic_kv=True)}, "no page has content to keep"),
-        ({"scheduler": SchedulerConfig(prefix_sharing=False)}, "no page has a hash"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"data_plane": DataPlaneConfig(device="cuda")}, "device is cuda: it must be cpu"),
+    ({"prefill": PrefillConfig(synthetic_kv=True)}, "no page has content to keep"),
+    ({"scheduler": SchedulerConfig(prefix_sharing=False)}, "no page has a hash"),
+])  # fmt: skip
 def test_what_does_not_go_together_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         Config(kv_offload=ON, **changes)

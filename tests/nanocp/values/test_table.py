@@ -43,21 +43,14 @@ def test_pages_are_where_the_runs_and_cuts_say(history):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        TableChanges(pages=(PageRun(1, 3, 2, 50),)),
-        TableChanges(pages=(PageRun(1, 0, 3, 50),)),
-        TableChanges(cleared=(PageClear(1, 1, 3),)),
-        TableChanges(cleared=(PageClear(2, 2, 1),)),
-        TableChanges(holders=(HolderChange(1, 5, 0), HolderChange(1, 5, 1))),
-    ],
-    ids=[
-        "tail of a run twice",
-        "head of a run twice",
-        "more than there is",
-        "another request's",
-        "holders that stand",
-    ],
-)
+    [TableChanges(pages=(PageRun(1, 3, 2, 50),)),
+     TableChanges(pages=(PageRun(1, 0, 3, 50),)),
+     TableChanges(cleared=(PageClear(1, 1, 3),)),
+     TableChanges(cleared=(PageClear(2, 2, 1),)),
+     TableChanges(holders=(HolderChange(1, 5, 0), HolderChange(1, 5, 1)))],
+    ids=["tail of a run twice", "head of a run twice", "more than there is", "another request's",
+         "holders that stand"],
+)  # fmt: skip
 def test_changes_that_cannot_be_are_refused(wrong):
     table = InstanceTable(0, 1)
     table.apply(TableChanges(pages=(PageRun(1, 2, 2, 10),)))

@@ -56,51 +56,25 @@ CHANGES = st.builds(
     holders=tuples_of(st.builds(t.HolderChange, REQUEST, U32, U32)),
 )
 PLANS = st.builds(
-    p.InstancePlan,
-    instance=U32,
-    window=U64,
-    first_step=U64,
-    num_steps=U32,
-    base_digest=U64,
-    result_digest=U64,
-    is_full=st.booleans(),
-    changes=CHANGES,
+    p.InstancePlan, instance=U32, window=U64, first_step=U64, num_steps=U32, base_digest=U64,
+    result_digest=U64, is_full=st.booleans(), changes=CHANGES,
     starts=tuples_of(st.builds(p.RowStart, REQUEST, U32, U32, st.binary(max_size=20))),
-    hand_offs_out=HAND_OFFS,
-    hand_offs_in=HAND_OFFS,
-    ends=tuples_of(REQUEST),
-    two_lanes=st.booleans(),
-    num_drafts=U32,
-)
+    hand_offs_out=HAND_OFFS, hand_offs_in=HAND_OFFS, ends=tuples_of(REQUEST),
+    two_lanes=st.booleans(), num_drafts=U32,
+)  # fmt: skip
 TRANSFERS = st.builds(
-    p.Transfer,
-    ticket=U64,
-    request_id=REQUEST,
-    num_tokens=U32,
+    p.Transfer, ticket=U64, request_id=REQUEST, num_tokens=U32,
     targets=tuples_of(st.builds(p.TargetRun, U32, U32, U32, U32)),
-)
+)  # fmt: skip
 REASONS = st.sampled_from(p.FinishReason)
 WINDOWS_DONE = st.builds(
-    p.WindowDone,
-    instance=U32,
-    window=U64,
-    finished=tuples_of(st.builds(p.Finished, REQUEST, U32, REASONS)),
-    step_us=U32,
-    exchange_us=U32,
-    num_tokens=U32,
-    num_rows=U32,
-    num_received=U32,
-    bucket_rows=U32,
-    bucket_received=U32,
-    route_bytes=U64,
-    expert_bytes=U64,
-    mask_us=U32,
-    waits_us=tuples_of(U64),
+    p.WindowDone, instance=U32, window=U64,
+    finished=tuples_of(st.builds(p.Finished, REQUEST, U32, REASONS)), step_us=U32, exchange_us=U32,
+    num_tokens=U32, num_rows=U32, num_received=U32, bucket_rows=U32, bucket_received=U32,
+    route_bytes=U64, expert_bytes=U64, mask_us=U32, waits_us=tuples_of(U64),
     written=tuples_of(st.builds(p.WrittenPage, REQUEST, U32, U32, st.binary(max_size=16))),
-    hidden_us=U32,
-    advanced=tuples_of(REQUEST),
-    drafts=tuples_of(st.tuples(U32, U32)),
-)
+    hidden_us=U32, advanced=tuples_of(REQUEST), drafts=tuples_of(st.tuples(U32, U32)),
+)  # fmt: skip
 PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.integers(10, 2**32 - 1),
@@ -221,16 +195,10 @@ EXAMPLES = [
     messages.Page(b"page"),
 ]
 DRAWN = {
-    p.InstancePlan: PLANS,
-    p.WindowDone: WINDOWS_DONE,
-    PassPlan: PASSES,
-    LayerMoves: MOVES,
-    Stow: STOWS,
-    Fetch: FETCHES,
-    TokenBatch: BATCHES,
-    RowInput: ROW_INPUTS,
+    p.InstancePlan: PLANS, p.WindowDone: WINDOWS_DONE, PassPlan: PASSES, LayerMoves: MOVES,
+    Stow: STOWS, Fetch: FETCHES, TokenBatch: BATCHES, RowInput: ROW_INPUTS,
     HandOffState: HAND_OFF_STATES,
-}
+}  # fmt: skip
 CODECS = [
     each
     for module in (wire, messages, rows)
@@ -377,19 +345,14 @@ def test_bytes_that_are_no_row_are_refused_by_name():
         rows.decode_hand_off_state(b"\xff\xff\xff")
 
 
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (b"", "Input data was truncated"),
-        (wire.FROM_INSTANCE.encode(p.WindowDone(0, 1))[:-3], "truncated"),
-        (wire.TO_PREFILL.encode(commands.PagesArrived(1)), "'PagesArrived'"),
-        (wire.FROM_INSTANCE.encode(members.Loading("ten")), "Expected `int`, got `str`"),
-        (
-            wire.FROM_INSTANCE.encode(p.WindowDone(0, 1, (p.Finished(1, 2, "tired"),))),
-            "Invalid enum value 'tired'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("data", "sentence"), [
+    (b"", "Input data was truncated"),
+    (wire.FROM_INSTANCE.encode(p.WindowDone(0, 1))[:-3], "truncated"),
+    (wire.TO_PREFILL.encode(commands.PagesArrived(1)), "'PagesArrived'"),
+    (wire.FROM_INSTANCE.encode(members.Loading("ten")), "Expected `int`, got `str`"),
+    (wire.FROM_INSTANCE.encode(p.WindowDone(0, 1, (p.Finished(1, 2, "tired"),))),
+     "Invalid enum value 'tired'"),
+])  # fmt: skip
 def test_bytes_that_are_no_message_are_refused(data, sentence):
     with pytest.raises(ValueError, match=sentence):
         wire.FROM_INSTANCE.open(data)

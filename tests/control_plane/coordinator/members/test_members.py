@@ -62,16 +62,11 @@ def test_a_process_that_never_dials_leaves_time_for_another():
     assert 30 <= replacements._dial_s <= limit_s / 2
 
 
-@pytest.mark.parametrize(
-    ("member", "sentence"),
-    [
-        (
-            Member("instance", 2),
-            "this cluster has no instance 2; it has instance 0, instance 1, prefill",
-        ),
-        (FIRST, "instance 0 is attached already"),
-    ],
-)
+@pytest.mark.parametrize(("member", "sentence"), [
+    (Member("instance", 2),
+     "this cluster has no instance 2; it has instance 0, instance 1, prefill"),
+    (FIRST, "instance 0 is attached already"),
+])  # fmt: skip
 def test_a_member_that_has_no_place_is_refused(member, sentence):
     cluster = Cluster()
     cluster.attach(FIRST)

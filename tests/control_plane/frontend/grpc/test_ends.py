@@ -30,16 +30,13 @@ from nanocp.wire.v1 import inference_pb2_grpc as rpc
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
-@pytest.mark.parametrize(
-    ("reason", "error"),
-    [
-        (FinishReason.REFUSED, ResourceExhausted),
-        (FinishReason.INVALID, InvalidArgument),
-        (FinishReason.FAILED, Unavailable),
-        (FinishReason.ABORTED, Aborted),
-        (FinishReason.EXPIRED, DeadlineExceeded),
-    ],
-)
+@pytest.mark.parametrize(("reason", "error"), [
+    (FinishReason.REFUSED, ResourceExhausted),
+    (FinishReason.INVALID, InvalidArgument),
+    (FinishReason.FAILED, Unavailable),
+    (FinishReason.ABORTED, Aborted),
+    (FinishReason.EXPIRED, DeadlineExceeded),
+])  # fmt: skip
 def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(
     service: Service, reason: FinishReason, error: type[Exception]
 ) -> None:

@@ -122,13 +122,8 @@ def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> N
 
 def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
     options = {
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "temperature": 0.5,
-        "top_k": 7,
-        "top_p": 0.25,
-        "seed": 11,
-    }
+        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "seed": 11,
+    }  # fmt: skip
     for ignore_eos, stop_ids in ((False, (1, 42)), (True, (42,))):
         chunks = service.client.generate(
             [5, 6, 7], stop_token_ids=[42], ignore_eos=ignore_eos, **options
@@ -171,14 +166,11 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Se
     service.controller.next_abort()
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "queue_timeout_s", "range_us"),
-    [
-        (None, None, None),
-        (None, 2.5, (2_500_000, 2_500_000)),
-        (50.0, 7200, (40_000_000, 51_000_000)),
-    ],
-)
+@pytest.mark.parametrize(("timeout_s", "queue_timeout_s", "range_us"), [
+    (None, None, None),
+    (None, 2.5, (2_500_000, 2_500_000)),
+    (50.0, 7200, (40_000_000, 51_000_000)),
+])  # fmt: skip
 def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
     service: Service,
     timeout_s: float | None,
@@ -207,11 +199,8 @@ def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service: Service
         chunks.close()
         service.controller.next_abort()
     assert (rows[0].max_tokens, rows[0].temperature, rows[0].top_k, rows[0].top_p) == (
-        16,
-        0.0,
-        0,
-        1.0,
-    )
+        16, 0.0, 0, 1.0,
+    )  # fmt: skip
     assert rows[0].seed != rows[1].seed
 
 

@@ -41,23 +41,19 @@ CALLS = {
     '<parameter=deep>\n{"a": [1, null]}\n</parameter>\n</function>\n</tool_call>',
 }
 TOOLS = {
-    "weather": {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"$ref": "#/$defs/days"},
-            "deep": {"anyOf": [{"type": "object"}, {"type": "null"}]},
-            "either": {"type": ["string", "integer", "boolean", "null"]},
-            "one": {"enum": ["1", "one"]},
-            "mixed": {"enum": ["1", 2]},
-            "flag": {"type": "boolean"},
-            "list": {"allOf": [{"type": "array"}], "description": "Some."},
-            "number": {"type": "number"},
-            "odd": {"type": "float"},
-        },
-        "$defs": {"days": {"type": "integer"}},
-    }
-}
+    "weather": {"type": "object",
+                "properties": {"city": {"type": "string"},
+                               "days": {"$ref": "#/$defs/days"},
+                               "deep": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                               "either": {"type": ["string", "integer", "boolean", "null"]},
+                               "one": {"enum": ["1", "one"]},
+                               "mixed": {"enum": ["1", 2]},
+                               "flag": {"type": "boolean"},
+                               "list": {"allOf": [{"type": "array"}], "description": "Some."},
+                               "number": {"type": "number"},
+                               "odd": {"type": "float"}},
+                "$defs": {"days": {"type": "integer"}}}
+}  # fmt: skip
 
 
 def parsed(pieces: list[str], form: str, begins_inside: bool = False) -> list[AnswerPart]:
@@ -101,25 +97,10 @@ def test_the_text_around_calls_is_content_with_its_white_space(form: str) -> Non
 MARKERS = sorted(
     {marker for form in CALL_FORMS.values() for marker in (*form.begins, form.end, *form.section)}
 )
-PIECES = st.sampled_from(
-    [
-        *CALLS.values(),
-        *MARKERS,
-        "<think>",
-        "</think>",
-        "<thi",
-        " ",
-        "\n",
-        "a",
-        "<b>",
-        '{"',
-        '{"name": "f", "arguments": {"a": "',
-        "</arg_value>",
-        "</parameter>",
-        "é",
-        "<",
-    ]
-)
+PIECES = st.sampled_from([
+    *CALLS.values(), *MARKERS, "<think>", "</think>", "<thi", " ", "\n", "a", "<b>", '{"',
+    '{"name": "f", "arguments": {"a": "', "</arg_value>", "</parameter>", "é", "<",
+])  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
@@ -148,10 +129,8 @@ def test_a_text_without_markers_is_the_content(text: str) -> None:
 BROKEN = {
     "hermes": [
         '<tool_call>{"name": "weather", "arguments": {"a": </tool_call>',
-        '<tool_call>{"arguments": {}}</tool_call>',
-        '<tool_call>{"name": 5}</tool_call>',
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": "weather"',
+        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": 5}</tool_call>',
+        "<tool_call>[1]</tool_call>", '<tool_call>{"name": "weather"',
         '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"x": -Infinity}}</tool_call>',
         '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
@@ -164,25 +143,19 @@ BROKEN = {
         "<|tool_call_begin|>functions.f:0{}<|tool_call_end|>",
         '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": NaN}<|tool_call_end|>',
     ],
-    "deepseek_v31": [
-        "<｜tool▁call▁begin｜>weather{}<｜tool▁call▁end｜>",
-        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[]<｜tool▁call▁end｜>",
-    ],
-    "deepseek_v3": [
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}<｜tool▁call▁end｜>",
-    ],
-    "glm45": [
-        "<tool_call>no name here\n</tool_call>",
-        "<tool_call>delete\n<arg_key>dir</arg_key>\n<arg_value>/</arg_value>\n"
-        "<arg_key>only</arg_key>\n<arg_value>*.tmp\n</tool_call>",
-        "<tool_call>delete\n<arg_key>dir</arg_key>\n<arg_value>/\n"
-        "<arg_key>only</arg_key>\n<arg_value>*.tmp</arg_value>\n</tool_call>",
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\nthat is\n</tool_call>",
-        "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>"
-        "<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>",
-    ],
+    "deepseek_v31": ["<｜tool▁call▁begin｜>weather{}<｜tool▁call▁end｜>",
+                     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[]<｜tool▁call▁end｜>"],
+    "deepseek_v3": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>",
+                    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}<｜tool▁call▁end｜>"],
+    "glm45": ["<tool_call>no name here\n</tool_call>",
+              "<tool_call>delete\n<arg_key>dir</arg_key>\n<arg_value>/</arg_value>\n"
+              "<arg_key>only</arg_key>\n<arg_value>*.tmp\n</tool_call>",
+              "<tool_call>delete\n<arg_key>dir</arg_key>\n<arg_value>/\n"
+              "<arg_key>only</arg_key>\n<arg_value>*.tmp</arg_value>\n</tool_call>",
+              "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\nthat is\n</tool_call>",
+              "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>"
+              "<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+              "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>"],
     "qwen3_coder": [
         '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>",
@@ -192,7 +165,7 @@ BROKEN = {
         "</function>\n</tool_call>",
         "the <function=NAME> tag",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "broken"), [(f, one) for f in BROKEN for one in BROKEN[f]])
@@ -212,63 +185,60 @@ GLM = "<tool_call>weather<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_ca
 QWEN = "<tool_call>\n<function=weather>\n<parameter={}>{}</parameter>\n</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "arguments"),
-    [
-        # As the model wrote it, whatever a number is.
-        ("hermes", HERMES.format('{"x":  1e999, "s": "\\ud83d"}'), '{"x":  1e999, "s": "\\ud83d"}'),
-        ("hermes", HERMES.format('{"x": ' + "9" * 6000 + "}"), '{"x": ' + "9" * 6000 + "}"),
-        # No arguments, and an object in a string.
-        ("hermes", HERMES.format("null"), "{}"),
-        ("hermes", HERMES.format('""'), "{}"),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "{}"),
-        ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', '{"a": 1}'),
-        ("hermes", HERMES.format('"{\\"a\\": 1}"'), '{"a": 1}'),
-        ("kimi_k2", KIMI.format("functions.weather:4", " "), "{}"),
-        ("deepseek_v31", CALLS["deepseek_v31"].replace(WRITTEN, ""), "{}"),
-        ("deepseek_v3", CALLS["deepseek_v3"].replace(WRITTEN, "null"), "{}"),
-        # An end marker in a string, and none at the end of the answer.
-        ("hermes", HERMES.format('{"a": "</tool_call>"}'), '{"a": "</tool_call>"}'),
-        ("hermes", HERMES.format('{"a": 1}').removesuffix("</tool_call>"), '{"a": 1}'),
-        ("glm47", GLM.format("city", "</tool_call> "), '{"city": "</tool_call> "}'),
-        ("qwen3_coder", QWEN.format("city", "</tool_call>"), '{"city": "</tool_call>"}'),
-        ("qwen3_coder", QWEN.format("city", "Ulm").removesuffix("</tool_call>"), '{"city": "Ulm"}'),
-        ("qwen3_coder", QWEN.format("city", "Ulm").removeprefix("<tool_call>"), '{"city": "Ulm"}'),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "{}"),
-        ("glm47", "<tool_call>f</tool_call>", "{}"),
-        ("glm45", "<tool_call>f\n</tool_call>", "{}"),
-        # Types are the schema's.
-        ("glm47", GLM.format("city", "12345"), '{"city": "12345"}'),
-        ("glm47", GLM.format("city", "true"), '{"city": "true"}'),
-        ("glm47", GLM.format("city", "null"), '{"city": "null"}'),
-        ("glm47", GLM.format("city", '{"a": 1}'), '{"city": "{\\"a\\": 1}"}'),
-        ("glm47", GLM.format("city", '"\\ud83d"'), '{"city": "\\"\\\\ud83d\\""}'),
-        ("glm47", GLM.format("city", " a "), '{"city": " a "}'),
-        ("glm47", GLM.format("days", " 5\n"), '{"days": 5}'),
-        ("glm47", GLM.format("days", "5.0"), '{"days": 5.0}'),
-        ("glm47", GLM.format("days", "5.5"), '{"days": "5.5"}'),
-        ("glm47", GLM.format("days", "five"), '{"days": "five"}'),
-        ("glm47", GLM.format("number", "5"), '{"number": 5}'),
-        ("glm47", GLM.format("number", "1e999"), '{"number": 1e999}'),
-        ("glm47", GLM.format("number", "NaN"), '{"number": "NaN"}'),
-        ("glm47", GLM.format("either", "5"), '{"either": 5}'),
-        ("glm47", GLM.format("either", "null"), '{"either": null}'),
-        ("glm47", GLM.format("either", "5.5"), '{"either": "5.5"}'),
-        ("glm47", GLM.format("one", "1"), '{"one": "1"}'),
-        ("glm47", GLM.format("mixed", "2"), '{"mixed": 2}'),
-        ("glm47", GLM.format("deep", "null"), '{"deep": null}'),
-        ("glm47", GLM.format("deep", "[1]"), '{"deep": "[1]"}'),
-        ("glm47", GLM.format("list", "[NaN]"), '{"list": "[NaN]"}'),
-        ("glm47", GLM.format("odd", "3.14"), '{"odd": 3.14}'),
-        ("glm47", GLM.format("unknown", "NaN"), '{"unknown": "NaN"}'),
-        ("glm47", GLM.format("unknown", "[1]"), '{"unknown": [1]}'),
-        ("qwen3_coder", QWEN.format("flag", "True"), '{"flag": true}'),
-        ("qwen3_coder", QWEN.format("deep", "None"), '{"deep": null}'),
-        ("qwen3_coder", QWEN.format("city", "None"), '{"city": "None"}'),
-        ("qwen3_coder", QWEN.format("city", "\n  a\n\n"), '{"city": "  a\\n"}'),
-        ("qwen3_coder", QWEN.format("city", "\n\n"), '{"city": ""}'),
-    ],
-)
+@pytest.mark.parametrize(("form", "text", "arguments"), [
+    # As the model wrote it, whatever a number is.
+    ("hermes", HERMES.format('{"x":  1e999, "s": "\\ud83d"}'), '{"x":  1e999, "s": "\\ud83d"}'),
+    ("hermes", HERMES.format('{"x": ' + "9" * 6000 + "}"), '{"x": ' + "9" * 6000 + "}"),
+    # No arguments, and an object in a string.
+    ("hermes", HERMES.format("null"), "{}"),
+    ("hermes", HERMES.format('""'), "{}"),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "{}"),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', '{"a": 1}'),
+    ("hermes", HERMES.format('"{\\"a\\": 1}"'), '{"a": 1}'),
+    ("kimi_k2", KIMI.format("functions.weather:4", " "), "{}"),
+    ("deepseek_v31", CALLS["deepseek_v31"].replace(WRITTEN, ""), "{}"),
+    ("deepseek_v3", CALLS["deepseek_v3"].replace(WRITTEN, "null"), "{}"),
+    # An end marker in a string, and none at the end of the answer.
+    ("hermes", HERMES.format('{"a": "</tool_call>"}'), '{"a": "</tool_call>"}'),
+    ("hermes", HERMES.format('{"a": 1}').removesuffix("</tool_call>"), '{"a": 1}'),
+    ("glm47", GLM.format("city", "</tool_call> "), '{"city": "</tool_call> "}'),
+    ("qwen3_coder", QWEN.format("city", "</tool_call>"), '{"city": "</tool_call>"}'),
+    ("qwen3_coder", QWEN.format("city", "Ulm").removesuffix("</tool_call>"), '{"city": "Ulm"}'),
+    ("qwen3_coder", QWEN.format("city", "Ulm").removeprefix("<tool_call>"), '{"city": "Ulm"}'),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "{}"),
+    ("glm47", "<tool_call>f</tool_call>", "{}"),
+    ("glm45", "<tool_call>f\n</tool_call>", "{}"),
+    # Types are the schema's.
+    ("glm47", GLM.format("city", "12345"), '{"city": "12345"}'),
+    ("glm47", GLM.format("city", "true"), '{"city": "true"}'),
+    ("glm47", GLM.format("city", "null"), '{"city": "null"}'),
+    ("glm47", GLM.format("city", '{"a": 1}'), '{"city": "{\\"a\\": 1}"}'),
+    ("glm47", GLM.format("city", '"\\ud83d"'), '{"city": "\\"\\\\ud83d\\""}'),
+    ("glm47", GLM.format("city", " a "), '{"city": " a "}'),
+    ("glm47", GLM.format("days", " 5\n"), '{"days": 5}'),
+    ("glm47", GLM.format("days", "5.0"), '{"days": 5.0}'),
+    ("glm47", GLM.format("days", "5.5"), '{"days": "5.5"}'),
+    ("glm47", GLM.format("days", "five"), '{"days": "five"}'),
+    ("glm47", GLM.format("number", "5"), '{"number": 5}'),
+    ("glm47", GLM.format("number", "1e999"), '{"number": 1e999}'),
+    ("glm47", GLM.format("number", "NaN"), '{"number": "NaN"}'),
+    ("glm47", GLM.format("either", "5"), '{"either": 5}'),
+    ("glm47", GLM.format("either", "null"), '{"either": null}'),
+    ("glm47", GLM.format("either", "5.5"), '{"either": "5.5"}'),
+    ("glm47", GLM.format("one", "1"), '{"one": "1"}'),
+    ("glm47", GLM.format("mixed", "2"), '{"mixed": 2}'),
+    ("glm47", GLM.format("deep", "null"), '{"deep": null}'),
+    ("glm47", GLM.format("deep", "[1]"), '{"deep": "[1]"}'),
+    ("glm47", GLM.format("list", "[NaN]"), '{"list": "[NaN]"}'),
+    ("glm47", GLM.format("odd", "3.14"), '{"odd": 3.14}'),
+    ("glm47", GLM.format("unknown", "NaN"), '{"unknown": "NaN"}'),
+    ("glm47", GLM.format("unknown", "[1]"), '{"unknown": [1]}'),
+    ("qwen3_coder", QWEN.format("flag", "True"), '{"flag": true}'),
+    ("qwen3_coder", QWEN.format("deep", "None"), '{"deep": null}'),
+    ("qwen3_coder", QWEN.format("city", "None"), '{"city": "None"}'),
+    ("qwen3_coder", QWEN.format("city", "\n  a\n\n"), '{"city": "  a\\n"}'),
+    ("qwen3_coder", QWEN.format("city", "\n\n"), '{"city": ""}'),
+])  # fmt: skip
 def test_arguments_are_json_of_the_tools_types(form: str, text: str, arguments: str) -> None:
     (part,) = parsed([text], form)
     assert part.call and part.call.arguments == arguments

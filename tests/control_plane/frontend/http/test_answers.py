@@ -39,11 +39,8 @@ def test_a_completion_is_answered(
     completion = answer.result(WAIT_S)
     (choice,) = completion.choices
     assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (
-        0,
-        "the fox",
-        "stop",
-        None,
-    )
+        0, "the fox", "stop", None,
+    )  # fmt: skip
     assert completion.id.startswith("cmpl-") and (completion.object, completion.model) == (
         "text_completion",
         "tiny",
@@ -157,26 +154,16 @@ def test_fields_of_vllm_reach_the_row(
     service: Service, client: OpenAI, pool: ThreadPoolExecutor
 ) -> None:
     extra = {
-        "top_k": 7,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "ignore_eos": True,
-        "min_tokens": 2,
+        "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True, "min_tokens": 2,
         "priority": -3,
-    }
+    }  # fmt: skip
     extra |= {
-        "stop_token_ids": [42],
-        "bad_words": ["fox"],
-        "queue_timeout_ms": 9000,
-        "such_a_field": 1,
-    }
+        "stop_token_ids": [42], "bad_words": ["fox"], "queue_timeout_ms": 9000, "such_a_field": 1,
+    }  # fmt: skip
     options: Any = {
-        "temperature": 0.5,
-        "seed": -5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
+        "temperature": 0.5, "seed": -5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "stop": ".",
-    }
+    }  # fmt: skip
     answer = pool.submit(
         client.completions.create,
         model="tiny",
@@ -186,11 +173,8 @@ def test_fields_of_vllm_reach_the_row(
         **options,
     )
     submission = service.controller.next_submission()
-    assert (
-        submission.arrival.priority,
-        submission.queue_timeout_us,
-        submission.arrival.max_tokens,
-    ) == (-3, 9_000_000, 16)
+    assert (submission.arrival.priority, submission.queue_timeout_us,
+            submission.arrival.max_tokens) == (-3, 9_000_000, 16)  # fmt: skip
     params = decode_row_input(submission.arrival.row_start).params
     assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.5, 7, 0.25, 0.5)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
@@ -211,14 +195,9 @@ def test_absent_fields_take_the_checkpoints_defaults_and_openais(
     service: Service, pool: ThreadPoolExecutor
 ) -> None:
     body = {
-        "prompt": [5],
-        "top_k": -1,
-        "temperature": None,
-        "max_tokens": None,
-        "n": None,
-        "stop": None,
-        "seed": -1,
-    }
+        "prompt": [5], "top_k": -1, "temperature": None, "max_tokens": None, "n": None,
+        "stop": None, "seed": -1,
+    }  # fmt: skip
     body |= {"best_of": 1, "guided_json": None}
     answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body)
     submission = service.controller.next_submission()

@@ -48,17 +48,14 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("messages", "options"),
-    [
-        (CHAT, {}),
-        (CHAT[:1], {"add_generation_prompt": False}),
-        (CHAT, {"tools": TOOLS}),
-        (CHAT, {"arguments": {"thinking": True}}),
-        (CHAT[:3], {"add_generation_prompt": False, "continue_final_message": True}),
-        ([*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], {}),
-    ],
-)
+@pytest.mark.parametrize(("messages", "options"), [
+    (CHAT, {}),
+    (CHAT[:1], {"add_generation_prompt": False}),
+    (CHAT, {"tools": TOOLS}),
+    (CHAT, {"arguments": {"thinking": True}}),
+    (CHAT[:3], {"add_generation_prompt": False, "continue_final_message": True}),
+    ([*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], {}),
+])  # fmt: skip
 def test_a_chat_renders_as_transformers_applies_the_template(
     messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
@@ -73,16 +70,13 @@ def test_a_chat_renders_as_transformers_applies_the_template(
     assert ChatTemplate(TURNS, TOKENS).render(messages, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "sentence"),
-    [
-        ([{"role": "clown", "content": "ha"}], {}, "chat template: no such role: clown"),
-        ([{"role": "user"}], {}, "cannot be rendered by the model's chat template"),
-        (CHAT, {"arguments": {"messages": []}}, "chat_template_kwargs has messages"),
-        (CHAT[:3], {"continue_final_message": True}, "are both true; one must be false"),
-        ([{"role": "user", "content": 5}], {}, "cannot be rendered"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "options", "sentence"), [
+    ([{"role": "clown", "content": "ha"}], {}, "chat template: no such role: clown"),
+    ([{"role": "user"}], {}, "cannot be rendered by the model's chat template"),
+    (CHAT, {"arguments": {"messages": []}}, "chat_template_kwargs has messages"),
+    (CHAT[:3], {"continue_final_message": True}, "are both true; one must be false"),
+    ([{"role": "user", "content": 5}], {}, "cannot be rendered"),
+])  # fmt: skip
 def test_what_a_template_refuses_is_a_sentence(
     messages: list[dict[str, Any]], options: dict[str, Any], sentence: str
 ) -> None:
@@ -115,18 +109,15 @@ def test_a_checkpoint_says_its_template_in_a_file_or_in_its_configuration(tmp_pa
 ADDED = {"content": "<b>", "lstrip": False, "normalized": False, "special": True}
 
 
-@pytest.mark.parametrize(
-    ("config", "named", "text"),
-    [
-        ({}, {"bos_token": ADDED}, "<b>"),
-        ({"bos_token": None}, {"bos_token": "<b>", "additional_special_tokens": ["<x>"]}, "<b>"),
-        ({"bos_token": "<a>"}, {"bos_token": ADDED}, "<b>"),
-        ({"bos_token": ADDED}, None, "<b>"),
-        ({"bos_token": "<a>"}, {"eos_token": "</s>"}, "<a>"),
-        ({"bos_token": "<a>", "added_tokens_decoder": {"0": ADDED}}, {"bos_token": "<b>"}, "<a>"),
-        ({}, {}, ""),
-    ],
-)
+@pytest.mark.parametrize(("config", "named", "text"), [
+    ({}, {"bos_token": ADDED}, "<b>"),
+    ({"bos_token": None}, {"bos_token": "<b>", "additional_special_tokens": ["<x>"]}, "<b>"),
+    ({"bos_token": "<a>"}, {"bos_token": ADDED}, "<b>"),
+    ({"bos_token": ADDED}, None, "<b>"),
+    ({"bos_token": "<a>"}, {"eos_token": "</s>"}, "<a>"),
+    ({"bos_token": "<a>", "added_tokens_decoder": {"0": ADDED}}, {"bos_token": "<b>"}, "<a>"),
+    ({}, {}, ""),
+])  # fmt: skip
 def test_special_tokens_are_those_of_both_files(
     tmp_path: Path, config: dict[str, Any], named: dict[str, Any] | None, text: str
 ) -> None:

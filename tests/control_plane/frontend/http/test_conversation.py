@@ -132,29 +132,18 @@ def test_a_refusal_of_the_assistant_is_its_text() -> None:
     assert "<assistant>No." in rendered("qwen3", [{"role": "assistant", "content": refusal}])
 
 
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        (
-            {"role": "user", "content": [{"type": "refusal", "refusal": "No."}]},
-            "messages.0.content has a part of type 'refusal'; only text parts are supported",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            "has a part of type 'image_url'; only text parts",
-        ),
-        (
-            {"role": "assistant", "content": [{"type": "image_url"}]},
-            "only text and refusal parts are supported",
-        ),
-        (
-            {"role": "user", "content": [{"type": "text"}]},
-            "has a part of type 'text' without text; it must be a text",
-        ),
-        ({"role": "assistant", "tool_calls": ["a"]}, "messages.0.tool_calls.0 is no call"),
-        ({"role": "assistant", "tool_calls": [call("{}"), {"function": 5}]}, "tool_calls.1 is no"),
-    ],
-)
+@pytest.mark.parametrize(("message", "sentence"), [
+    ({"role": "user", "content": [{"type": "refusal", "refusal": "No."}]},
+     "messages.0.content has a part of type 'refusal'; only text parts are supported"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+     "has a part of type 'image_url'; only text parts"),
+    ({"role": "assistant", "content": [{"type": "image_url"}]},
+     "only text and refusal parts are supported"),
+    ({"role": "user", "content": [{"type": "text"}]},
+     "has a part of type 'text' without text; it must be a text"),
+    ({"role": "assistant", "tool_calls": ["a"]}, "messages.0.tool_calls.0 is no call"),
+    ({"role": "assistant", "tool_calls": [call("{}"), {"function": 5}]}, "tool_calls.1 is no"),
+])  # fmt: skip
 def test_what_is_no_message_is_named(message: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ApiError, match=sentence):
         conversation([Message(**message)], TEMPLATES["qwen3"])

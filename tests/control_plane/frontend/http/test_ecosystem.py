@@ -28,17 +28,11 @@ def service() -> Iterator[Service]:
         yield service
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence", "param"),
-    [
-        ({"prompt": [5] * 100}, "prompt has 100 tokens, and the output needs one", "prompt"),
-        (
-            {"prompt": [5] * 90, "max_tokens": 101},
-            "max_tokens is 101; it must be at most 100",
-            "max_tokens",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("body", "sentence", "param"), [
+    ({"prompt": [5] * 100}, "prompt has 100 tokens, and the output needs one", "prompt"),
+    ({"prompt": [5] * 90, "max_tokens": 101}, "max_tokens is 101; it must be at most 100",
+     "max_tokens"),
+])  # fmt: skip
 def test_a_prompt_that_is_too_long_is_said_in_openais_words(
     service: Service, body: dict[str, object], sentence: str, param: str
 ) -> None:
@@ -51,21 +45,18 @@ def test_a_prompt_that_is_too_long_is_said_in_openais_words(
     assert (error.code, error.param) == ("context_length_exceeded", param)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -1),
-        ("top_p", 2),
-        ("min_p", -0.5),
-        ("max_tokens", 0),
-        ("n", 200),
-        ("logit_bias", {"7000": 1}),
-        ("stop_token_ids", [7000]),
-        ("priority", 101),
-        ("bad_words", [""]),
-        ("seed", 1 << 80),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("temperature", -1),
+    ("top_p", 2),
+    ("min_p", -0.5),
+    ("max_tokens", 0),
+    ("n", 200),
+    ("logit_bias", {"7000": 1}),
+    ("stop_token_ids", [7000]),
+    ("priority", 101),
+    ("bad_words", [""]),
+    ("seed", 1 << 80),
+])  # fmt: skip
 def test_a_value_out_of_range_names_its_field(service: Service, field: str, value: object) -> None:
     answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a", field: value})
     error = answer.json()["error"]

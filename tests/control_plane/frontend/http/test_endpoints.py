@@ -94,15 +94,12 @@ def test_a_port_in_use_is_a_sentence_and_the_front_end_ends() -> None:
 # --- ends, and clients that go away ---
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        (FinishReason.REFUSED, 503),
-        (FinishReason.INVALID, 400),
-        (FinishReason.EXPIRED, 504),
-        (FinishReason.FAILED, 503),
-    ],
-)
+@pytest.mark.parametrize(("reason", "status"), [
+    (FinishReason.REFUSED, 503),
+    (FinishReason.INVALID, 400),
+    (FinishReason.EXPIRED, 504),
+    (FinishReason.FAILED, 503),
+])  # fmt: skip
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_what_the_scheduler_ends_before_a_token_is_a_status(
     service: Service, pool: ThreadPoolExecutor, reason: FinishReason, status: int, is_stream: bool

@@ -183,14 +183,11 @@ def test_what_the_template_reads_goes_to_it(source: str, body: dict[str, Any], t
     assert prompt_of(source, **body) == text
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("reasoning_effort", "low"),
-        ("documents", [{"text": "Ulm"}]),
-        ("verbosity", "high"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("reasoning_effort", "low"),
+    ("documents", [{"text": "Ulm"}]),
+    ("verbosity", "high"),
+])  # fmt: skip
 def test_what_the_template_does_not_read_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ApiError, match=rf"{field} is .*leave it out: .* does not read") as caught:
         # Named in a comment and in a text, and not read.

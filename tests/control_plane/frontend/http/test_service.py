@@ -101,13 +101,8 @@ def test_the_official_client_gets_exact_tokens_from_many_requests_at_once(servic
                 [(seed * 31 + i * 7) % 300 for i in range(20 + seed * 9)] for seed in range(12)
             ]
             extra = {"return_token_ids": True, "ignore_eos": True}
-            options = {
-                "model": "wordy",
-                "max_tokens": 40,
-                "temperature": 0,
-                "seed": 1,
-                "extra_body": extra,
-            }
+            options = {"model": "wordy", "max_tokens": 40, "temperature": 0, "seed": 1,
+                       "extra_body": extra}  # fmt: skip
             answers = await asyncio.gather(
                 *(client.completions.create(prompt=prompt, **options) for prompt in prompts[:6]),
                 *(
@@ -133,12 +128,9 @@ def test_the_official_client_gets_exact_tokens_from_many_requests_at_once(servic
 def test_frames_of_clients_that_go_away_come_back(service):
     def leave(number):
         body = {
-            "model": "wordy",
-            "prompt": [5] * 64,
-            "max_tokens": 190,
-            "n": 2,
+            "model": "wordy", "prompt": [5] * 64, "max_tokens": 190, "n": 2,
             "stream": number % 2 == 0,
-        }
+        }  # fmt: skip
         timeout = httpx.Timeout(WAIT_S, read=0.02 + number * 0.01)
         try:
             with httpx.stream(

@@ -37,39 +37,27 @@ INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</a
          "<arg_value>", "</arg_value>", "</parameter>")  # fmt: skip
 """Markers inside calls."""
 FUNCTIONS = [
-    {
-        "name": "weather",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 5},
-                "days": {"type": "integer", "minimum": 1, "maximum": 99},
-                "at": {"$ref": "#/$defs/zone"},
-            },
-            "required": ["city", "at"],
-            "additionalProperties": False,
-            "$defs": {"zone": {"enum": ["UTC", "CET"]}},
-        },
-    },
+    {"name": "weather", "strict": True,
+     "parameters": {"type": "object",
+                    "properties": {"city": {"type": "string", "maxLength": 5},
+                                   "days": {"type": "integer", "minimum": 1, "maximum": 99},
+                                   "at": {"$ref": "#/$defs/zone"}},
+                    "required": ["city", "at"],
+                    "additionalProperties": False,
+                    "$defs": {"zone": {"enum": ["UTC", "CET"]}}}},
     {"name": "stop"},
-    {
-        "name": "tree",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "v": {"type": "integer", "minimum": 0, "maximum": 9},
-                "next": {"anyOf": [{"enum": [None, *range(1, 9)]}, {"$ref": "#"}]},
-                "same": {"$ref": "#/properties/v"},
-                "name": {"type": "string", "pattern": "^[a-c/]{1,3}$", "format": "path"},
-                "unit": {"type": ["string", "null", "boolean"], "maxLength": 3},
-                "mode": {"anyOf": [{"enum": ["a b", "c"]}, {"enum": [5, "x", None]}]},
-            },
-            "required": ["v", "next", "name", "mode"],
-            "additionalProperties": False,
-        },
-    },
-]
+    {"name": "tree",
+     "parameters": {
+         "type": "object",
+         "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9},
+                        "next": {"anyOf": [{"enum": [None, *range(1, 9)]}, {"$ref": "#"}]},
+                        "same": {"$ref": "#/properties/v"},
+                        "name": {"type": "string", "pattern": "^[a-c/]{1,3}$", "format": "path"},
+                        "unit": {"type": ["string", "null", "boolean"], "maxLength": 3},
+                        "mode": {"anyOf": [{"enum": ["a b", "c"]}, {"enum": [5, "x", None]}]}},
+         "required": ["v", "next", "name", "mode"], "additionalProperties": False,
+     }},
+]  # fmt: skip
 SCHEMAS = {one["name"]: one.get("parameters", {"maxProperties": 0}) for one in FUNCTIONS}
 """What each call's arguments must follow."""
 
@@ -186,38 +174,28 @@ def with_property(schema, name="a"):
     return {"type": "object", "properties": {name: schema}}
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("glm45", {"parameters": {"type": "object", "anyOf": [{}]}}),
-        ("glm45", {"parameters": {"type": "object", "required": ["gone"]}}),
-        ("kimi_k2", {"name": "a b"}),
-        ("qwen3_coder", {"parameters": with_property({"type": "string", "pattern": "a|^b"})}),
-        ("qwen3_coder", {"parameters": with_property({"type": "string", "not": {"const": "a"}})}),
-        ("qwen3_coder", {"parameters": with_property({"not": {"const": "a"}})}),
-        ("qwen3_coder", {"parameters": with_property({"type": "integer"}, "a>b")}),
-        ("qwen3_coder", {"parameters": with_property({"anyOf": [SELF, {"type": "string"}]})}),
-        ("qwen3_coder", {"parameters": with_property({"enum": [str(n) for n in range(2000)]})}),
-        ("qwen3_coder", {"parameters": {"type": "object", "properties": 5}}),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), [
+    ("glm45", {"parameters": {"type": "object", "anyOf": [{}]}}),
+    ("glm45", {"parameters": {"type": "object", "required": ["gone"]}}),
+    ("kimi_k2", {"name": "a b"}),
+    ("qwen3_coder", {"parameters": with_property({"type": "string", "pattern": "a|^b"})}),
+    ("qwen3_coder", {"parameters": with_property({"type": "string", "not": {"const": "a"}})}),
+    ("qwen3_coder", {"parameters": with_property({"not": {"const": "a"}})}),
+    ("qwen3_coder", {"parameters": with_property({"type": "integer"}, "a>b")}),
+    ("qwen3_coder", {"parameters": with_property({"anyOf": [SELF, {"type": "string"}]})}),
+    ("qwen3_coder", {"parameters": with_property({"enum": [str(n) for n in range(2000)]})}),
+    ("qwen3_coder", {"parameters": {"type": "object", "properties": 5}}),
+])  # fmt: skip
 def test_what_cannot_be_strict_is_refused_by_its_place(name, change):
     with pytest.raises(ApiError, match=r"tools\.1\.function\."):
         strict_calls(name, [FUNCTIONS[0], FUNCTIONS[0] | change])
 
 
-@pytest.mark.parametrize(
-    ("form", "head", "tail", "never"),
-    [
-        ("glm45", "f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>", "<arg_key>"),
-        (
-            "qwen3_coder",
-            "\n<function=f>\n<parameter=a>\n",
-            "\n</parameter>\n</function>\n</tool_call>",
-            "<parameter=b>",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("form", "head", "tail", "never"), [
+    ("glm45", "f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>", "<arg_key>"),
+    ("qwen3_coder", "\n<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>",
+     "<parameter=b>"),
+])  # fmt: skip
 def test_a_text_that_could_not_be_read_is_never_written(form, head, tail, never):
     """Markers of the form, spelled in letters, are in no value."""
     functions = [{"name": "f", "parameters": with_property({"type": "string"})}]

@@ -104,49 +104,30 @@ def test_whitespace_by_request(service: Service) -> None:
     assert guidance["whitespace_pattern"] == "[ ]?"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "sentence"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
-        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
-        (
-            {"structured_outputs": {"regex": "("}},
-            "structured_outputs.regex",
-            "regex cannot be used",
-        ),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
-        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "is empty"),
-        ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "is empty"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
-        (
-            {"structured_outputs": {"structural_tag": "{}"}},
-            "structured_outputs.structural_tag",
-            "structured_outputs.structural_tag cannot be used: it must have lists of structures",
-        ),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
-            "response_format",
-            '"format" is not supported',
-        ),
-        (
-            {"response_format": TAGS | {"triggers": ["<other"]}},
-            "response_format",
-            "structures.0 must have a begin that starts with a trigger",
-        ),
-        ({"response_format": TAGS | {"structures": [7]}}, "response_format", "structures.0 must"),
-        ({"response_format": TAGS | {"structures": []}}, "response_format", "lists of structures"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-            "only one of them can be",
-        ),
-        ({"guided_json": {}}, "guided_json", "give structured_outputs.json"),
-        ({"guided_grammar": "x"}, "guided_grammar", "give structured_outputs.grammar"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "sentence"), [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "regex cannot be used"),
+    ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "is empty"),
+    ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "is empty"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag",
+     "structured_outputs.structural_tag cannot be used: it must have lists of structures"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+     "response_format", '"format" is not supported'),
+    ({"response_format": TAGS | {"triggers": ["<other"]}}, "response_format",
+     "structures.0 must have a begin that starts with a trigger"),
+    ({"response_format": TAGS | {"structures": [7]}}, "response_format", "structures.0 must"),
+    ({"response_format": TAGS | {"structures": []}}, "response_format", "lists of structures"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+     "structured_outputs", "only one of them can be"),
+    ({"guided_json": {}}, "guided_json", "give structured_outputs.json"),
+    ({"guided_grammar": "x"}, "guided_grammar", "give structured_outputs.grammar"),
+])  # fmt: skip
 def test_a_refusal_names_the_field(
     service: Service, fields: dict[str, Any], param: str, sentence: str
 ) -> None:
@@ -215,18 +196,15 @@ def test_a_schema_that_cannot_be_used_is_refused_at_once_by_its_field(
 MESSAGE = {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [{}],
-        [{"type": "function"}],
-        [{"type": "function", "function": {"name": ""}}],
-        [{"type": "function", "function": {"name": "f", "parameters": []}}],
-        [{"type": "retrieval", "function": {"name": "f"}}],
-        "f",
-        [1],
-    ],
-)
+@pytest.mark.parametrize("tools", [
+    [{}],
+    [{"type": "function"}],
+    [{"type": "function", "function": {"name": ""}}],
+    [{"type": "function", "function": {"name": "f", "parameters": []}}],
+    [{"type": "retrieval", "function": {"name": "f"}}],
+    "f",
+    [1],
+])  # fmt: skip
 def test_tools_that_are_none_are_refused_by_their_field(service: Service, tools: Any) -> None:
     body = {"messages": [MESSAGE], "tools": tools, "tool_choice": "required"}
     answer = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)

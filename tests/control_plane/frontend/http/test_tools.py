@@ -156,14 +156,11 @@ def test_required_calls_are_a_list(service: Service, client: openai.OpenAI) -> N
     assert '"weather"' in grammar and '"time"' in grammar
 
 
-THINKING = replace(
-    MODEL,
-    chat_template=ChatTemplate(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-        "{{ '<think></think>' if silent else '<think>' if begins }}",
-        {},
-    ),
-)
+THINKING = replace(MODEL, chat_template=ChatTemplate(
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{{ '<think></think>' if silent else '<think>' if begins }}",
+    {},
+))  # fmt: skip
 """A model whose prompt ends the reasoning, begins it, or leaves it to the model."""
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 THOUGHTS = 'Is it {"so"}? </thin no.\n</think>\n\n'
@@ -189,15 +186,12 @@ def thinking() -> Iterator[Service]:
 
 
 @pytest.mark.parametrize("how", HELD)
-@pytest.mark.parametrize(
-    ("asked", "before", "reasoning"),
-    [
-        ({"begins": True}, THOUGHTS, 'Is it {"so"}? </thin no.'),
-        ({}, "<think>" + THOUGHTS, 'Is it {"so"}? </thin no.'),
-        ({}, "", None),
-        ({"silent": True}, "", None),
-    ],
-)
+@pytest.mark.parametrize(("asked", "before", "reasoning"), [
+    ({"begins": True}, THOUGHTS, 'Is it {"so"}? </thin no.'),
+    ({}, "<think>" + THOUGHTS, 'Is it {"so"}? </thin no.'),
+    ({}, "", None),
+    ({"silent": True}, "", None),
+])  # fmt: skip
 def test_an_answer_that_is_held_to_a_form_may_come_behind_reasoning(
     thinking: Service, how: str, asked: dict[str, bool], before: str, reasoning: str | None
 ) -> None:
@@ -261,25 +255,16 @@ def test_earlier_calls_reach_the_template_as_objects(
     assert rendered.startswith('q{"city": "Ulm"}r')
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "sentence"),
-    [
-        ({"tools": [{"type": "x"}]}, "tools", "tools.0 must be"),
-        ({"tools": [tool("")]}, "tools", "tools.0 must be"),
-        ({"tool_choice": "auto"}, "tool_choice", "it needs tools"),
-        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "it must be none, auto"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice",
-            "the tools are weather, time",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice",
-            "only one of them can be",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "sentence"), [
+    ({"tools": [{"type": "x"}]}, "tools", "tools.0 must be"),
+    ({"tools": [tool("")]}, "tools", "tools.0 must be"),
+    ({"tool_choice": "auto"}, "tool_choice", "it needs tools"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "it must be none, auto"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "tool_choice", "the tools are weather, time"),
+    ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+     "tool_choice", "only one of them can be"),
+])  # fmt: skip
 def test_a_refusal_names_the_field(
     client: openai.OpenAI, fields: dict[str, Any], param: str, sentence: str
 ) -> None:

@@ -36,16 +36,13 @@ def wish(policy, split, layer_us: float, sample_us: float, num_frames: int = 0):
     return policy.wish(tuple(split), PassTimes(layer_us, sample_us), 0, num_frames)
 
 
-@pytest.mark.parametrize(
-    ("split", "moved"),
-    [
-        ((16, 16, 17, 15), 1),
-        ((16, 17, 17, 14), 3),
-        ((17, 17, 17, 13), 6),
-        ((17, 17, 18, 12), 7),
-        ((18, 18, 18, 10), 12),
-    ],
-)
+@pytest.mark.parametrize(("split", "moved"), [
+    ((16, 16, 17, 15), 1),
+    ((16, 17, 17, 14), 3),
+    ((17, 17, 17, 13), 6),
+    ((17, 17, 18, 12), 7),
+    ((18, 18, 18, 10), 12),
+])  # fmt: skip
 def test_the_layers_that_the_paper_moves_shift_down_the_chain(split, moved):
     policy = DeltaLayout(config(4, 64))
     assert policy._without(16 - split[-1]) == split

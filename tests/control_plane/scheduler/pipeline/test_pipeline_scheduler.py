@@ -105,15 +105,12 @@ class World:
 
 
 steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.integers(1, 400), st.integers(1, 150)),
-        st.tuples(st.just("report"), st.integers(0, 9), st.just(0)),
-        st.tuples(st.just("report"), st.integers(0, 9), st.just(0)),
-        st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
-    ),
-    min_size=10,
-    max_size=60,
-)
+    st.one_of(st.tuples(st.just("arrive"), st.integers(1, 400), st.integers(1, 150)),
+              st.tuples(st.just("report"), st.integers(0, 9), st.just(0)),
+              st.tuples(st.just("report"), st.integers(0, 9), st.just(0)),
+              st.tuples(st.just("abort"), st.integers(0, 30), st.just(0))),
+    min_size=10, max_size=60,
+)  # fmt: skip
 schedulers = st.tuples(
     st.integers(1, 4), st.sampled_from([1, 50, 1000]), st.sampled_from(["max_tokens", "tokens:0"])
 )

@@ -98,32 +98,22 @@ def test_any_node_takes_the_least_loaded_of_the_whole_cluster():
     assert max(load.kv_tokens for load in scheduler.loads()) <= 8192 // 4 + 400
 
 
-@pytest.mark.parametrize(
-    ("policy", "named"),
-    [
-        ("uniform_cp", "needs a degree, like uniform_cp:2"),
-        ("uniform_cp:0", "needs a degree, like uniform_cp:2"),
-        ("fixed_degree:2:3", "needs a degree, like fixed_degree:2"),
-        ("least_batches", "nearest: least_batch"),
-        ("dual_balanced:2", "nearest: dual_balanced"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "named"), [
+    ("uniform_cp", "needs a degree, like uniform_cp:2"),
+    ("uniform_cp:0", "needs a degree, like uniform_cp:2"),
+    ("fixed_degree:2:3", "needs a degree, like fixed_degree:2"),
+    ("least_batches", "nearest: least_batch"),
+    ("dual_balanced:2", "nearest: dual_balanced"),
+])  # fmt: skip
 def test_a_policy_that_cannot_be_is_named(policy, named):
     with pytest.raises(ValueError, match=named):
         make_policy(SchedulerConfig(policy=policy))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "least_batch",
-        "least_cache",
-        "uniform_cp:2",
-        "uniform_cp:3",
-        "dual_balanced_any_node",
-        "cost_aware",
-    ],
-)
+@pytest.mark.parametrize("policy", [
+    "least_batch", "least_cache", "uniform_cp:2", "uniform_cp:3", "dual_balanced_any_node",
+    "cost_aware",
+])  # fmt: skip
 def test_every_token_is_right_on_instances_that_would_notice(policy, monkeypatch):
     draw_config = hash_cluster.draw_config
 
@@ -157,15 +147,12 @@ def test_a_policy_may_be_another_module_s_class():
     assert make_policy(config).config is config
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        ("no_such_module:Mine", "No module named 'no_such_module'"),
-        (f"{__name__}:Yours", "has no attribute 'Yours'"),
-        (f"{__name__}:NoPolicy", "NoPolicy has no method place"),
-        ("datetime:date", "module:Class must name a class"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "said"), [
+    ("no_such_module:Mine", "No module named 'no_such_module'"),
+    (f"{__name__}:Yours", "has no attribute 'Yours'"),
+    (f"{__name__}:NoPolicy", "NoPolicy has no method place"),
+    ("datetime:date", "module:Class must name a class"),
+])  # fmt: skip
 def test_a_class_that_is_no_policy_is_a_sentence(policy, said):
     with pytest.raises(ValueError, match=f"policy is '{policy}'") as raised:
         make_policy(SchedulerConfig(policy=policy))

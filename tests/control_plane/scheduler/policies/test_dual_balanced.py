@@ -17,18 +17,15 @@ def arrival(request_id, prompt_len, max_tokens=8):
     return Arrival(request_id, prompt_len, max_tokens, needs_prefill=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("dual_balance", "nearest: dual_balanced"),
-        ("foo", r"fixed_degree:N$"),
-        ("fixed_degre:2", "nearest: fixed_degree:N"),
-        ("fixed_degree", "needs a degree, like fixed_degree:2"),
-        ("fixed_degree:0", "needs a degree"),
-        ("fixed_degree:x", "needs a degree"),
-        ("chaos:1", "must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("dual_balance", "nearest: dual_balanced"),
+    ("foo", r"fixed_degree:N$"),
+    ("fixed_degre:2", "nearest: fixed_degree:N"),
+    ("fixed_degree", "needs a degree, like fixed_degree:2"),
+    ("fixed_degree:0", "needs a degree"),
+    ("fixed_degree:x", "needs a degree"),
+    ("chaos:1", "must be one of"),
+])  # fmt: skip
 def test_an_unknown_policy_names_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):
         make_policy(SchedulerConfig(policy=name))

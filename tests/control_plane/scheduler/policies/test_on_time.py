@@ -170,14 +170,11 @@ def test_an_explanation_says_how_late_the_cheapest_would_be():
     assert decision.explanation.candidates[0].proposal == decision.proposal
 
 
-@pytest.mark.parametrize(
-    "knobs, named",
-    [
-        ({"ttft_targets": ((0, 0),)}, "ttft_targets is .* with ms from 1"),
-        ({"ttft_targets": ((0, 5), (0, 6))}, "one for a priority"),
-        ({"ttft_targets": ((0, 5),), "policy": "dual_balanced"}, "only cost_aware goes by targets"),
-    ],
-)
+@pytest.mark.parametrize("knobs, named", [
+    ({"ttft_targets": ((0, 0),)}, "ttft_targets is .* with ms from 1"),
+    ({"ttft_targets": ((0, 5), (0, 6))}, "one for a priority"),
+    ({"ttft_targets": ((0, 5),), "policy": "dual_balanced"}, "only cost_aware goes by targets"),
+])  # fmt: skip
 def test_targets_without_a_meaning_are_refused(knobs, named):
     with pytest.raises(ValueError, match=named):
         SchedulerConfig(**{"policy": "cost_aware", **knobs})

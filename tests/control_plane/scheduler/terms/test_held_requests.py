@@ -98,11 +98,8 @@ def test_a_request_keeps_its_pages_if_all_survived_and_restarts_at_its_last_toke
     assert plan.transfers == () and plan.window == story.window
     (start,) = plan.instances[0].starts
     assert (start.request_id, start.position, start.max_tokens, start.row_start) == (
-        1,
-        102,
-        47,
-        b"again",
-    )
+        1, 102, 47, b"again",
+    )  # fmt: skip
     assert story.scheduler.decided[0].requests[1].runs == runs
     assert plan.instances[0].base_digest == 0, "the instance's table is empty"
 

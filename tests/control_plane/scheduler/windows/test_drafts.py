@@ -53,42 +53,36 @@ def measured(*, num_drafts=2, rows=4, tokens=1000, reports=()):
 RIGHT, WRONG = ((100, 95), (95, 90)), ((100, 3),)
 
 
-@pytest.mark.parametrize(
-    ("asked", "numbers"),
-    [
-        ({}, [2, 2, 2]),
-        ({"num_drafts": 1}, [1, 1, 1]),
-        # Two drafts were not measured with so many tokens.
-        ({"tokens": 2000}, [1, 1, 1]),
-        # Between two sizes a step takes what lies between: 159 of 160, then 135.
-        ({"tokens": 64_000, "reports": [((100, 60),)] * 4}, [0, 0, 1]),
-        ({"tokens": 33_000, "reports": [((100, 60),)] * 4}, [1, 1, 1]),
-        # With many rows a step with a draft takes too long for 0.8 of them.
-        ({"rows": 9}, [0, 0, 1]),
-        ({"rows": 1000}, [0, 0, 1]),
-        ({"rows": 9, "reports": [RIGHT] * 4}, [0, 0, 1]),
-        ({"tokens": 2000, "reports": [RIGHT] * 4}, [1, 1, 1]),
-        ({"reports": [WRONG] * 4}, [0, 0, 1]),
-        ({"reports": [WRONG] * 4 + [RIGHT] * 70}, [2, 2, 2]),
-    ],
-)
+@pytest.mark.parametrize(("asked", "numbers"), [
+    ({}, [2, 2, 2]),
+    ({"num_drafts": 1}, [1, 1, 1]),
+    # Two drafts were not measured with so many tokens.
+    ({"tokens": 2000}, [1, 1, 1]),
+    # Between two sizes a step takes what lies between: 159 of 160, then 135.
+    ({"tokens": 64_000, "reports": [((100, 60),)] * 4}, [0, 0, 1]),
+    ({"tokens": 33_000, "reports": [((100, 60),)] * 4}, [1, 1, 1]),
+    # With many rows a step with a draft takes too long for 0.8 of them.
+    ({"rows": 9}, [0, 0, 1]),
+    ({"rows": 1000}, [0, 0, 1]),
+    ({"rows": 9, "reports": [RIGHT] * 4}, [0, 0, 1]),
+    ({"tokens": 2000, "reports": [RIGHT] * 4}, [1, 1, 1]),
+    ({"reports": [WRONG] * 4}, [0, 0, 1]),
+    ({"reports": [WRONG] * 4 + [RIGHT] * 70}, [2, 2, 2]),
+])  # fmt: skip
 def test_a_window_has_the_drafts_that_promise_most_tokens_a_second(asked, numbers):
     """One in 256 has one also where none pays: else a change would never be seen."""
     assert measured(**asked) == numbers
 
 
-@pytest.mark.parametrize(
-    ("committed", "number"),
-    [
-        ({}, 3),
-        ({"rows": [2, 4]}, 3),
-        ({"rows": [5, 1]}, 2),
-        ({"rows": [9, 0]}, 0),
-        ({"attention_rows": [8, 3]}, 2),
-        ({"partials": [3, 0]}, 1),
-        ({"links": [[0, 4], [0, 0]]}, 0),
-    ],
-)
+@pytest.mark.parametrize(("committed", "number"), [
+    ({}, 3),
+    ({"rows": [2, 4]}, 3),
+    ({"rows": [5, 1]}, 2),
+    ({"rows": [9, 0]}, 0),
+    ({"attention_rows": [8, 3]}, 2),
+    ({"partials": [3, 0]}, 1),
+    ({"links": [[0, 4], [0, 0]]}, 0),
+])  # fmt: skip
 def test_drafts_take_the_room_that_rows_leave(committed, number):
     bounds = BoundsConfig(max_rows=16, max_links=4, max_attention_rows=24, max_partials=8)
     commitments = Commitments(ClusterConfig(num_instances=2, bounds=bounds))
@@ -125,21 +119,18 @@ class Story:
         return self.scheduler._state.requests[request_id].num_pages
 
 
-@pytest.mark.parametrize(
-    ("prompt_len", "num_drafts", "num_steps", "num_pages"),
-    [
-        (64, 0, 1, 1),
-        (63, 1, 1, 1),
-        (64, 1, 1, 2),
-        # A step writes up to position 61 + 2, and the second turn one more.
-        (61, 2, 1, 1),
-        (62, 2, 1, 2),
-        (60, 3, 1, 2),
-        (59, 3, 1, 1),
-        (57, 1, 4, 1),
-        (58, 1, 4, 2),
-    ],
-)
+@pytest.mark.parametrize(("prompt_len", "num_drafts", "num_steps", "num_pages"), [
+    (64, 0, 1, 1),
+    (63, 1, 1, 1),
+    (64, 1, 1, 2),
+    # A step writes up to position 61 + 2, and the second turn one more.
+    (61, 2, 1, 1),
+    (62, 2, 1, 2),
+    (60, 3, 1, 2),
+    (59, 3, 1, 1),
+    (57, 1, 4, 1),
+    (58, 1, 4, 2),
+])  # fmt: skip
 def test_a_row_has_the_pages_that_drafts_and_later_turns_may_write(
     prompt_len, num_drafts, num_steps, num_pages
 ):

@@ -25,14 +25,9 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 VOCABULARY = 64
 SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -76,15 +71,12 @@ def cases(ways, *quick):
     ]
 
 
-@pytest.mark.parametrize(
-    ("attention", "policy"),
-    cases(
-        (NanoFlow, DualBatchOverlap),
-        ("LlamaAttention", NanoFlow),
-        ("Qwen3MoeAttention", DualBatchOverlap),
-        ("DeepseekV3Attention", NanoFlow),
-    ),
-)
+@pytest.mark.parametrize(("attention", "policy"), cases(
+    (NanoFlow, DualBatchOverlap),
+    ("LlamaAttention", NanoFlow),
+    ("Qwen3MoeAttention", DualBatchOverlap),
+    ("DeepseekV3Attention", NanoFlow),
+))  # fmt: skip
 def test_a_prompts_logits_are_the_models(attention, policy):
     """Bit by bit, but for experts: with half of the batch they have fewer rows each."""
     model, run, engines = compiled(attention, policy)

@@ -230,18 +230,15 @@ def splits_late(ops):
     ops.split((4, 4))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "sentence"),
-    [
-        (twice, ValueError, "operator 0 .* was executed before"),
-        (too_early, ValueError, "operator 1 .* is not ready"),
-        (forgets, RuntimeError, "the policy has not executed operator 1"),
-        (never_ends, RuntimeError, "it never ends"),
-        (splits_late, ValueError, "split comes before the first execute"),
-        (lambda ops: ops.split((3, 3)), ValueError, "micro-batches of 3, 3 rows do not make"),
-        (lambda ops: ops.split((8, 0)), ValueError, "each must have one row at least"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "sentence"), [
+    (twice, ValueError, "operator 0 .* was executed before"),
+    (too_early, ValueError, "operator 1 .* is not ready"),
+    (forgets, RuntimeError, "the policy has not executed operator 1"),
+    (never_ends, RuntimeError, "it never ends"),
+    (splits_late, ValueError, "split comes before the first execute"),
+    (lambda ops: ops.split((3, 3)), ValueError, "micro-batches of 3, 3 rows do not make"),
+    (lambda ops: ops.split((8, 0)), ValueError, "each must have one row at least"),
+])  # fmt: skip
 def test_a_wrong_call_is_a_sentence(call, error, sentence):
     run, _ = compiled(Chain().eval(), wrong(call))
     with pytest.raises(error, match=sentence):
@@ -266,14 +263,11 @@ class Scores(Chain):
         return torch.relu(self.layers[0](rows) @ rows.T) @ rows
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (Random(), "dropout.* draws random numbers"),
-        (Scores(), "matmul.* has the batch in 2 dimensions"),
-        (Gram(), "matmul.* has the batch in 2 dimensions"),
-    ],
-)
+@pytest.mark.parametrize(("model", "reason"), [
+    (Random(), "dropout.* draws random numbers"),
+    (Scores(), "matmul.* has the batch in 2 dimensions"),
+    (Gram(), "matmul.* has the batch in 2 dimensions"),
+])  # fmt: skip
 def test_what_cannot_be_split_runs_whole_and_says_why(model, reason, caplog):
     run, engines = compiled(model.eval(), NanoFlow((*LINEARS, SplitFunc("relu", ""))))
     batch = torch.randn(8, WIDTH)

@@ -29,17 +29,10 @@ VISION = {"hidden_size": 32, "intermediate_size": 48, "image_size": 16, "patch_s
 WHISPER = {
     **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
     **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
-    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "num_mel_bins": 8,
-    "max_source_positions": 10,
-    "max_target_positions": 16,
-    "decoder_start_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")}, "vocab_size": VOCABULARY,
+    "d_model": 32, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16,
+    "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def ids(rows, length=LENGTH):
@@ -78,35 +71,23 @@ FAMILIES = {
     "olmoe": ("OlmoeForCausalLM", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3}, prompt),
     "phi": ("PhiForCausalLM", LLAMA, prompt),
     "gemma": ("GemmaForCausalLM", LLAMA | {"num_key_value_heads": 1, "head_dim": 16}, prompt),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        LLAMA | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4},
-        prompt,
-    ),
+    "gemma2": ("Gemma2ForCausalLM",
+               LLAMA | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4}, prompt),
     "gpt2 with a mask": ("GPT2LMHeadModel", GPT2, padded),
     "gptneox": ("GPTNeoXForCausalLM", LLAMA, prompt),
     "t5": ("T5ForConditionalGeneration", T5 | {"num_heads": 4, "decoder_start_token_id": 0}, pair),
     "vit": ("ViTForImageClassification", VISION, image),
     "whisper": ("WhisperForConditionalGeneration", WHISPER, sound),
-    "gptoss": (
-        "GptOssForCausalLM",
-        LLAMA | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4},
-        prompt,
-    ),
-    "bloom": (
-        "BloomForCausalLM",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4},
-        prompt,
-    ),
+    "gptoss": ("GptOssForCausalLM",
+               LLAMA | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}, prompt),
+    "bloom": ("BloomForCausalLM",
+              {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4}, prompt),
     "granitemoe": ("GraniteMoeForCausalLM", GROUPED | {"num_local_experts": 4}, prompt),
     "llama, padded": ("LlamaForCausalLM", LLAMA, padded),
     "bert, padded": ("BertForMaskedLM", LLAMA, masked),
-    "clip, padded": (
-        "CLIPTextModelWithProjection",
-        LLAMA | {"projection_dim": 8, "eos_token_id": 2},
-        masked,
-    ),
-}
+    "clip, padded": ("CLIPTextModelWithProjection",
+                     LLAMA | {"projection_dim": 8, "eos_token_id": 2}, masked),
+}  # fmt: skip
 QUICK = ("clip, padded",)
 """Others are system tests; a padded Llama is the document's example."""
 

@@ -9,13 +9,9 @@ from nanocp.overlap.ops import Op
 from nanocp.overlap.policies import orders
 
 TABLE_2 = {
-    "NanoFlow": 22,
-    "DualBatchOverlap": 67,
-    "SingleBatchOverlap": 24,
-    "TokenWeave": 28,
-    "Flux": 25,
+    "NanoFlow": 22, "DualBatchOverlap": 67, "SingleBatchOverlap": 24, "TokenWeave": 28, "Flux": 25,
     "Comet": 47,
-}
+}  # fmt: skip
 """Lines of each scheduler in DynaFlow's Table 2."""
 
 

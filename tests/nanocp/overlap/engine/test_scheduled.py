@@ -65,16 +65,11 @@ def slot(operation, begin, end, start_us):
 HALVES = [slot(UP, 0, 0.5, 0), slot(UP, 0.5, 1, 10), slot(DOWN, 0, 0.5, 12), slot(DOWN, 0.5, 1, 22)]
 
 
-@pytest.mark.parametrize(
-    ("slots", "layer"),
-    [
-        (HALVES, [("up", (0,)), ("up", (1,)), ("down", (0,)), ("down", (1,))]),
-        (
-            [slot(UP, 0, 1, 0), slot(DOWN, 0.25, 1, 11), slot(DOWN, 0, 0.25, 15)],
-            [("up", (0, 1)), ("down", (1,)), ("down", (0,))],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("slots", "layer"), [
+    (HALVES, [("up", (0,)), ("up", (1,)), ("down", (0,)), ("down", (1,))]),
+    ([slot(UP, 0, 1, 0), slot(DOWN, 0.25, 1, 11), slot(DOWN, 0, 0.25, 15)],
+     [("up", (0, 1)), ("down", (1,)), ("down", (0,))]),
+])  # fmt: skip
 def test_operators_run_as_the_schedule_starts_them(slots, layer):
     model, policy = Model().eval(), Noted(RULES, Schedule(24.0, tuple(slots)))
     run, rows = overlap(model, policy), torch.randn(16, WIDTH)
@@ -110,14 +105,11 @@ def test_a_file_of_a_schedule_is_a_policy(tmp_path):
     torch.testing.assert_close(overlap(model, policy)(rows), model(rows))
 
 
-@pytest.mark.parametrize(
-    ("rules", "slots", "sentence"),
-    [
-        ((SplitModule("Up", "upp"),), HALVES, "rules cut out upp; the schedule's operations are"),
-        (RULES, HALVES[1:], "has not all rows of the batch"),
-        (RULES, [*HALVES, slot(UP, 0, 1, 30)], "has rows of up twice"),
-    ],
-)
+@pytest.mark.parametrize(("rules", "slots", "sentence"), [
+    ((SplitModule("Up", "upp"),), HALVES, "rules cut out upp; the schedule's operations are"),
+    (RULES, HALVES[1:], "has not all rows of the batch"),
+    (RULES, [*HALVES, slot(UP, 0, 1, 30)], "has rows of up twice"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(rules, slots, sentence):
     with pytest.raises(ValueError, match=sentence):
         Scheduled(rules, Schedule(24.0, tuple(slots)))

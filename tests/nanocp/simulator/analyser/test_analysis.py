@@ -34,18 +34,15 @@ def way(rate):
     return Way("any", None, None, 0.0, rate)
 
 
-@pytest.mark.parametrize(
-    ("best", "ours", "verdict"),
-    [
-        (10.0, 10.9, LoadVerdict.NOT_NEEDED),
-        (10.0, 11.2, LoadVerdict.NOT_NEEDED),
-        (10.0, 11.3, LoadVerdict.PAYS),
-        (19.0, 40.0, LoadVerdict.PAYS),
-        (21.0, 40.0, LoadVerdict.FEWER_GPUS),
-        (0.0, 11.1, LoadVerdict.PAYS),
-        (0.0, 0.0, LoadVerdict.TOO_SLOW),
-    ],
-)
+@pytest.mark.parametrize(("best", "ours", "verdict"), [
+    (10.0, 10.9, LoadVerdict.NOT_NEEDED),
+    (10.0, 11.2, LoadVerdict.NOT_NEEDED),
+    (10.0, 11.3, LoadVerdict.PAYS),
+    (19.0, 40.0, LoadVerdict.PAYS),
+    (21.0, 40.0, LoadVerdict.FEWER_GPUS),
+    (0.0, 11.1, LoadVerdict.PAYS),
+    (0.0, 0.0, LoadVerdict.TOO_SLOW),
+])  # fmt: skip
 def test_the_verdict_is_the_rate_over_todays_best_way(best, ours, verdict):
     found = Analysis(LOAD, (), way(best), way(ours), (), None)
     assert found.verdict == verdict

@@ -86,16 +86,13 @@ def test_a_range_query(tmp_path):
     assert read_gauges(tmp_path / "query").row_imbalance == pytest.approx(2.375)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "has no gauge of two ranks"),
-        (json.dumps(query(ROWS, "vllm:other")), "has no gauge of two ranks"),
-        ('vllm:num_requests_running{engine="0"} 3', "has no gauge of two ranks"),
-        ('{"status": "error"}', "neither what /metrics answers nor"),
-        ("<html>", "neither what /metrics answers nor"),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), [
+    ("", "has no gauge of two ranks"),
+    (json.dumps(query(ROWS, "vllm:other")), "has no gauge of two ranks"),
+    ('vllm:num_requests_running{engine="0"} 3', "has no gauge of two ranks"),
+    ('{"status": "error"}', "neither what /metrics answers nor"),
+    ("<html>", "neither what /metrics answers nor"),
+])  # fmt: skip
 def test_what_is_no_gauge_is_answered_in_a_sentence(tmp_path, text, named):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=named):

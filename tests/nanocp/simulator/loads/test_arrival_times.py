@@ -85,19 +85,16 @@ def test_times_are_read_right_or_asked_for_whatever_their_unit_and_beginning(
         assert log.fields[0].endswith(f"({unit})")
 
 
-@pytest.mark.parametrize(
-    ("times", "want_s"),
-    [
-        ([0.0, 0.2, 0.4, 30.5], 30.5),
-        ([0, 0.2, 0.4, 30.5], 30.5),
-        ([30.75, 0.25, 0.45, 0.65], 30.5),
-        ([0, 27482, 57482], 57.482),
-        ([100_000_000, 100_027_482, 100_057_482], 57.482),
-        ([1767225600, 1767225601.5], 1.5),
-        (["2026-01-01T00:00:00Z", "2026-01-01T00:00:01.500Z"], 1.5),
-        ([5.0, 5.0], 0.0),
-    ],
-)
+@pytest.mark.parametrize(("times", "want_s"), [
+    ([0.0, 0.2, 0.4, 30.5], 30.5),
+    ([0, 0.2, 0.4, 30.5], 30.5),
+    ([30.75, 0.25, 0.45, 0.65], 30.5),
+    ([0, 27482, 57482], 57.482),
+    ([100_000_000, 100_027_482, 100_057_482], 57.482),
+    ([1767225600, 1767225601.5], 1.5),
+    (["2026-01-01T00:00:00Z", "2026-01-01T00:00:01.500Z"], 1.5),
+    ([5.0, 5.0], 0.0),
+])  # fmt: skip
 def test_a_trace_of_seconds_from_zero_and_a_slice_of_a_long_one(read, times, want_s):
     """The first line decides nothing: guidellm#948 has traces that begin at 0.0 s."""
     assert span_s(read(lines(times))) == pytest.approx(want_s)

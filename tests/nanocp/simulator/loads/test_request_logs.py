@@ -20,28 +20,18 @@ REQUESTS = [(0.0, 300, 20), (0.5, 1000, 7), (2.25, 64, 110)]
 def dynamo(seconds, prompt, output):
     received_ms = 1_764_000_000_000 + 1000 * seconds
     return {
-        "schema": "dynamo.request.trace.v1",
-        "timestamp": received_ms + 900,
-        "event": {
-            "request": {
-                "request_received_ms": received_ms,
-                "output_tokens": output,
-                "replay": {"input_length": prompt, "trace_block_size": 64},
-            }
-        },
-    }
+        "schema": "dynamo.request.trace.v1", "timestamp": received_ms + 900,
+        "event": {"request": {"request_received_ms": received_ms, "output_tokens": output,
+                              "replay": {"input_length": prompt, "trace_block_size": 64}}},
+    }  # fmt: skip
 
 
 def own(seconds, prompt, output):
     return {
-        "time": f"2026-11-22T10:20:{10 + seconds:06.3f}Z",
-        "level": "info",
-        "message": "request ended",
-        "tenant": "a",
-        "tokens_in": prompt,
-        "tokens_out": output,
+        "time": f"2026-11-22T10:20:{10 + seconds:06.3f}Z", "level": "info",
+        "message": "request ended", "tenant": "a", "tokens_in": prompt, "tokens_out": output,
         "total_s": 4.0,
-    }
+    }  # fmt: skip
 
 
 BENCH = {
@@ -118,24 +108,17 @@ def test_lines_are_in_order_of_arrival_and_what_is_no_request_is_counted(tmp_pat
     assert log.num_skipped == 3 and log.fields == ("time (a date)", "tokens_in", "tokens_out")
 
 
-@pytest.mark.parametrize(
-    ("text", "requests"),
-    [
-        ("\ufeffts,isl,osl\r\n1,5,6\r\n3,7,8\r\n", [(0, 5, 6), (2, 7, 8)]),
-        ("ts; isl; osl\n1; 5; 6\n3; 7.0; 8\n", [(0, 5, 6), (2, 7, 8)]),
-        ('\ufeff{"timestamp": 0.0, "isl": 5, "osl": 6}\n', [(0, 5, 6)]),
-        (
-            '{"timestamp": 0.5, "isl": 5.0, "osl": 6, "tenant": 5, "hash_ids": null}\n'
-            '{"timestamp": 2.5, "isl": 7, "osl": 8, "hash_ids": [1, 2, 3, 4]}\n',
-            [(0, 5, 6), (2, 7, 8)],
-        ),
-        (
-            '{"arrival_time": 1, "isl": 5, "osl": 6, "total_s": 90}\n'
-            '{"arrival_time": 3, "isl": 7, "osl": 8, "total_s": 1}\n',
-            [(0, 5, 6), (2, 7, 8)],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "requests"), [
+    ("\ufeffts,isl,osl\r\n1,5,6\r\n3,7,8\r\n", [(0, 5, 6), (2, 7, 8)]),
+    ("ts; isl; osl\n1; 5; 6\n3; 7.0; 8\n", [(0, 5, 6), (2, 7, 8)]),
+    ('\ufeff{"timestamp": 0.0, "isl": 5, "osl": 6}\n', [(0, 5, 6)]),
+    ('{"timestamp": 0.5, "isl": 5.0, "osl": 6, "tenant": 5, "hash_ids": null}\n'
+     '{"timestamp": 2.5, "isl": 7, "osl": 8, "hash_ids": [1, 2, 3, 4]}\n',
+     [(0, 5, 6), (2, 7, 8)]),
+    ('{"arrival_time": 1, "isl": 5, "osl": 6, "total_s": 90}\n'
+     '{"arrival_time": 3, "isl": 7, "osl": 8, "total_s": 1}\n',
+     [(0, 5, 6), (2, 7, 8)]),
+])  # fmt: skip
 def test_what_other_writers_do_to_a_file_is_no_obstacle(tmp_path, text, requests):
     path = tmp_path / "log"
     path.write_bytes(text.encode())
@@ -170,21 +153,18 @@ def test_fields_may_be_named(tmp_path):
         read_log(path, {"begin": "x"})
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "no line has an arrival.*; it is empty"),
-        ("when,in\n1,2\n", r"; it begins with 'when,in\\n1,2\\n'"),
-        (b"PAR1\xdd\x01", "must be text in UTF-8, as it is or packed by gzip"),
-        ('10.0.0.1 - - [22/Nov/2026:10:00:00] "POST /v1/completions" 200 512\n', "An access log"),
-        ('{"input_lens": [1, 2], "request_throughput": 3}', "no output_lens and start_times"),
-        ('{"ts": 1, "isl": 1.5, "osl": 3}', "line 1: isl is 1.5; it must be a whole number"),
-        ('{"ts": "noon", "isl": 1, "osl": 3}', "line 1: ts is 'noon'; it must be a number, or"),
-        ('{"ts": -1, "isl": 1, "osl": 3}', "line 1: ts is -1"),
-        ('{"ts": 1, "isl": 1, "osl": 3, "total_s": "x"}', "total_s is 'x'"),
-        ('{"ts": 1, "isl": 1, "osl": 1e400}', "osl is inf"),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), [
+    ("", "no line has an arrival.*; it is empty"),
+    ("when,in\n1,2\n", r"; it begins with 'when,in\\n1,2\\n'"),
+    (b"PAR1\xdd\x01", "must be text in UTF-8, as it is or packed by gzip"),
+    ('10.0.0.1 - - [22/Nov/2026:10:00:00] "POST /v1/completions" 200 512\n', "An access log"),
+    ('{"input_lens": [1, 2], "request_throughput": 3}', "no output_lens and start_times"),
+    ('{"ts": 1, "isl": 1.5, "osl": 3}', "line 1: isl is 1.5; it must be a whole number"),
+    ('{"ts": "noon", "isl": 1, "osl": 3}', "line 1: ts is 'noon'; it must be a number, or"),
+    ('{"ts": -1, "isl": 1, "osl": 3}', "line 1: ts is -1"),
+    ('{"ts": 1, "isl": 1, "osl": 3, "total_s": "x"}', "total_s is 'x'"),
+    ('{"ts": 1, "isl": 1, "osl": 1e400}', "osl is inf"),
+])  # fmt: skip
 def test_what_is_no_log_is_answered_in_a_sentence(tmp_path, text, named):
     path = tmp_path / "log"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -13,28 +13,20 @@ SAMPLES = ROOT / "benchmarks/traces"
 MAX_LEN = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("{", "this is no JSON"),
-        ("[1]", "this is list; it must be an object"),
-        ('{"input_length": 3, "output_length": 1}', "timestamp is missing"),
-        ('{"timestamp": 7, "input_length": 0, "output_length": 1}', "input_length is 0"),
-        ('{"timestamp": 7, "input_length": 1.5, "output_length": 1}', "input_length is 1.5"),
-        ('{"timestamp": 7, "input_length": "x", "output_length": 1}', "input_length is 'x'"),
-        ('{"timestamp": 7, "input_length": true, "output_length": 1}', "input_length is True"),
-        ('{"timestamp": 7, "input_length": 3, "output_length": -1}', "output_length is -1"),
-        ('{"timestamp": 1, "input_length": 3, "output_length": 1}', "timestamp goes back"),
-        (
-            '{"timestamp": 7, "input_length": 3, "output_length": 1, "hash_ids": [-1]}',
-            "hash_ids is",
-        ),
-        (
-            '{"timestamp": 7, "input_length": 513, "output_length": 1, "hash_ids": [1, 2, 3]}',
-            "there are 3 hash_ids",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "named"), [
+    ("{", "this is no JSON"),
+    ("[1]", "this is list; it must be an object"),
+    ('{"input_length": 3, "output_length": 1}', "timestamp is missing"),
+    ('{"timestamp": 7, "input_length": 0, "output_length": 1}', "input_length is 0"),
+    ('{"timestamp": 7, "input_length": 1.5, "output_length": 1}', "input_length is 1.5"),
+    ('{"timestamp": 7, "input_length": "x", "output_length": 1}', "input_length is 'x'"),
+    ('{"timestamp": 7, "input_length": true, "output_length": 1}', "input_length is True"),
+    ('{"timestamp": 7, "input_length": 3, "output_length": -1}', "output_length is -1"),
+    ('{"timestamp": 1, "input_length": 3, "output_length": 1}', "timestamp goes back"),
+    ('{"timestamp": 7, "input_length": 3, "output_length": 1, "hash_ids": [-1]}', "hash_ids is"),
+    ('{"timestamp": 7, "input_length": 513, "output_length": 1, "hash_ids": [1, 2, 3]}',
+     "there are 3 hash_ids"),
+])  # fmt: skip
 def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 3, "output_length": 1}\n\n' + line + "\n")
@@ -42,15 +34,12 @@ def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
         read_trace("mooncake", path)
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("yesterday,3,1", "TIMESTAMP is 'yesterday'"),
-        ("2023-11-16 18:15:47.0000000,,1", "ContextTokens is ''"),
-        ("2023-11-16 18:15:47.0000000,3", "GeneratedTokens is None"),
-        ("2023-11-16 18:15:45.0000000,3,1", "TIMESTAMP goes back"),
-    ],
-)
+@pytest.mark.parametrize(("line", "named"), [
+    ("yesterday,3,1", "TIMESTAMP is 'yesterday'"),
+    ("2023-11-16 18:15:47.0000000,,1", "ContextTokens is ''"),
+    ("2023-11-16 18:15:47.0000000,3", "GeneratedTokens is None"),
+    ("2023-11-16 18:15:45.0000000,3,1", "TIMESTAMP goes back"),
+])  # fmt: skip
 def test_a_malformed_azure_line_is_named(tmp_path, line, named):
     path = tmp_path / "trace.csv"
     path.write_text(
@@ -173,27 +162,20 @@ def test_prompts_are_cut_to_the_models_length():
         list(islice(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=100), 50))
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"name": "isue-1", "rate_per_s": 1}, "nearest: issue-1"),
-        ({"name": "mooncake:", "rate_per_s": 1}, "nearest: mooncake:PATH"),
-        ({"name": "issue-1", "rate_per_s": -1}, "rate_per_s is -1"),
-        ({"name": "issue-1", "rate_per_s": float("nan")}, "rate_per_s is nan"),
-        ({"name": "issue-1", "rate_per_s": 1, "length_scale": 0}, "length_scale is 0"),
-        ({"name": "issue-1", "rate_per_s": 1, "burstiness": 0}, "burstiness is 0"),
-        (
-            {"name": "issue-1", "rate_per_s": 1, "burstiness": 1e-9},
-            "burstiness is 1e-09; it must be at least",
-        ),
-        (
-            {"name": "issue-1", "rate_per_s": float("inf")},
-            "rate_per_s is inf; it must be positive, at most",
-        ),
-        ({"name": "issue-1", "rate_per_s": 1, "length_scale": 1e300}, "length_scale is 1e"),
-        ({"name": "static-2", "rate_per_s": 1}, "nearest: static-"),
-    ],
-)
+@pytest.mark.parametrize(("options", "named"), [
+    ({"name": "isue-1", "rate_per_s": 1}, "nearest: issue-1"),
+    ({"name": "mooncake:", "rate_per_s": 1}, "nearest: mooncake:PATH"),
+    ({"name": "issue-1", "rate_per_s": -1}, "rate_per_s is -1"),
+    ({"name": "issue-1", "rate_per_s": float("nan")}, "rate_per_s is nan"),
+    ({"name": "issue-1", "rate_per_s": 1, "length_scale": 0}, "length_scale is 0"),
+    ({"name": "issue-1", "rate_per_s": 1, "burstiness": 0}, "burstiness is 0"),
+    ({"name": "issue-1", "rate_per_s": 1, "burstiness": 1e-9},
+     "burstiness is 1e-09; it must be at least"),
+    ({"name": "issue-1", "rate_per_s": float("inf")},
+     "rate_per_s is inf; it must be positive, at most"),
+    ({"name": "issue-1", "rate_per_s": 1, "length_scale": 1e300}, "length_scale is 1e"),
+    ({"name": "static-2", "rate_per_s": 1}, "nearest: static-"),
+])  # fmt: skip
 def test_impossible_workloads_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         Workload(**options)

@@ -14,25 +14,11 @@ from nanocp.values.passes import SamplerWork, Span
 from nanocp.values.sampling import SamplingParams
 
 KNOWN = PassCosts(
-    token_us=3.0,
-    token_length_us=0.002,
-    request_us=0.7,
-    layer_us=400.0,
-    decode_length_us=0.01,
-    chunk_us=25.0,
-    cached_us=0.05,
-    expert_us=4.0,
-    sampled_us=11.0,
-    sampling_us=1250.0,
-    sampled_together=24,
-    more_sampled_us=37.0,
-    drawn_us=70.0,
-    nucleus_us=300.0,
-    controls_us=90.0,
-    logprobs_us=150.0,
-    num_experts=64,
-    experts_per_token=4,
-)
+    token_us=3.0, token_length_us=0.002, request_us=0.7, layer_us=400.0, decode_length_us=0.01,
+    chunk_us=25.0, cached_us=0.05, expert_us=4.0, sampled_us=11.0, sampling_us=1250.0,
+    sampled_together=24, more_sampled_us=37.0, drawn_us=70.0, nucleus_us=300.0, controls_us=90.0,
+    logprobs_us=150.0, num_experts=64, experts_per_token=4,
+)  # fmt: skip
 
 NUCLEUS = SamplingParams(temperature=1.0, top_k=5)
 CONTROLLED = SamplingParams(temperature=0.0, top_p=0.5, presence_penalty=0.1)

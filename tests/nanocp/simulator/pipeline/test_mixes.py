@@ -10,17 +10,9 @@ from nanocp.simulator.pipeline.fit import MeasuredPass, fit_costs
 from nanocp.values.passes import Span
 
 KNOWN = PassCosts(
-    token_us=30.0,
-    token_length_us=0.02,
-    request_us=5.0,
-    layer_us=800.0,
-    decode_length_us=0.1,
-    chunk_us=100.0,
-    cached_us=0.1,
-    expert_us=125.0,
-    num_experts=32,
-    experts_per_token=4,
-)
+    token_us=30.0, token_length_us=0.02, request_us=5.0, layer_us=800.0, decode_length_us=0.1,
+    chunk_us=100.0, cached_us=0.1, expert_us=125.0, num_experts=32, experts_per_token=4,
+)  # fmt: skip
 SHORT = tuple(Span(row, 100, 1, True) for row in range(2))
 """Four rows that decode are two in each of two passes in flight."""
 
