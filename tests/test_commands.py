@@ -27,17 +27,15 @@ SLOW = r"nanocp (simulate|profile|make-checkpoint|plan)\b"
 NOT_RUN = {
     "source .venv/bin/activate": "the environment of this test",
     "git clone REPOSITORY nanocp && cd nanocp": "a placeholder",
-    "make setup TORCH_INDEX=": "it needs PyTorch's own index",
-    "make demo": ".ci/run does",
+    "make setup TORCH_INDEX=": "it needs PyTorch's own index", "make demo": ".ci/run does",
     "make test": "this is it",
     "nanocp generate --tls --ca": "a placeholder; tests/control_plane/frontend has TLS",
-    "nanocp simulate replay LOG": "a placeholder",
-    "nanocp simulate --plots DIR": "a placeholder",
+    "nanocp simulate replay LOG": "a placeholder", "nanocp simulate --plots DIR": "a placeholder",
     "nanocp simulate sweep": "minutes",
     "nanocp batch -i requests.jsonl -o answers.jsonl --base": "the same with another file",
     "nanocp batch -i requests.jsonl -o answers.jsonl --resume": "the same with another file",
     "grpcurl ": "a program that may be absent",
-}
+}  # fmt: skip
 """Begin of a command -> why it is not run."""
 
 
@@ -120,13 +118,9 @@ def run(command, folder):
     environment = {**os.environ, "PATH": path, "COLUMNS": "200", "HOME": str(folder)}
     environment |= {"J": "Content-Type: application/json", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=WAIT_S,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, (command, done.stdout[-500:], done.stderr[-1000:])
     return done.stdout
 

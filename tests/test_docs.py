@@ -138,11 +138,8 @@ def test_every_yes_of_the_comparison_names_a_test_that_exists():
         )
         assert len(cited) == proof.count("`tests/"), f"row {number.strip()}: name a test, no file"
         for path, function, star in cited:
-            marks = re.search(
-                rf"^((?:@.+\n|[ )].*\n)*)(?:async )?def {function}\(",
-                text := (ROOT / path).read_text(),
-                re.M,
-            )
+            marks = re.search(rf"^((?:@.+\n|[ )].*\n)*)(?:async )?def {function}\(",
+                              text := (ROOT / path).read_text(), re.M)  # fmt: skip
             assert marks, f"{path} has no {function}"
             is_system = "pytest.mark.system\n" in marks[1] or re.search(
                 r"^pytestmark = .*\bmark\.system\b", text, re.M

@@ -65,13 +65,10 @@ def test_generated_code_is_what_the_protos_say(tmp_path):
     )
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}"]
     subprocess.run(
-        [
-            *command,
-            *(f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "pyi")),
-            *protos,
-        ],
+        [*command, *(f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "pyi")),
+         *protos],
         check=True,
-    )
+    )  # fmt: skip
     for generated in sorted(tmp_path.rglob("*.py*")):
         checked_in = ROOT / generated.relative_to(tmp_path)
         assert checked_in.read_text() == generated.read_text(), f"{checked_in}: run `make proto`"

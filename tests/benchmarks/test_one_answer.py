@@ -56,14 +56,10 @@ def by_quick_start(cluster):
 
 def by_scheduling_quality(cluster):
     trial = Trial(
-        load_cluster_file(cluster),
-        POLICY,
-        Workload(WORKLOAD, 15.0, SEED),
-        warm_up_us=WARM_UP_S * 10**6,
-        measure_us=MEASURED_S * 10**6,
-        wire_form=FORM,
+        load_cluster_file(cluster), POLICY, Workload(WORKLOAD, 15.0, SEED),
+        warm_up_us=WARM_UP_S * 10**6, measure_us=MEASURED_S * 10**6, wire_form=FORM,
         constants=paper_figures.CONSTANTS,
-    )
+    )  # fmt: skip
     task = scheduling_quality.SearchTask(WORKLOAD, trial, 1, scheduling_quality.PRECISION)
     return scheduling_quality.search(task).found.rate_per_s
 

@@ -128,13 +128,9 @@ def test_a_policy_is_searched_for_only_if_it_sustains_its_bound():
     workload = Workload("fixed:1000:50", 10.0, seed=1)
     times = {"warm_up_us": 1_000_000, "measure_us": 6_000_000}
     trial = Trial(
-        replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8),
-        "fluid",
-        workload,
-        constants="fitted",
-        slo=Slo(tpot_us=25_000),
-        **times,
-    )
+        replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8), "fluid",
+        workload, constants="fitted", slo=Slo(tpot_us=25_000), **times,
+    )  # fmt: skip
     assert search(SearchTask("fixed", trial, 1, 1.1, bounds=(40.0,))).found is None
     assert search(SearchTask("fixed", trial, 1, 1.1, bounds=(20.0,))).found.rate_per_s > 20 / 1.1
 

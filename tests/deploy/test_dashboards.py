@@ -143,13 +143,11 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["promtool", "test", "rules", "alerts_test.yml"],
-        ["promtool", "check", "config", "--syntax-only", "prometheus.yml"],
-        ["amtool", "check-config", "alertmanager.yml"],
-    ],
+    [["promtool", "test", "rules", "alerts_test.yml"],
+     ["promtool", "check", "config", "--syntax-only", "prometheus.yml"],
+     ["amtool", "check-config", "alertmanager.yml"]],
     ids=lambda command: " ".join(command[:3]),
-)
+)  # fmt: skip
 def test_prometheus_own_programs_accept_the_files_and_their_tests(command):
     if shutil.which(command[0]) is None:
         pytest.skip(f"no program `{command[0]}`: Debian's prometheus, prometheus-alertmanager")

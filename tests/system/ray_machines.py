@@ -88,12 +88,9 @@ class Serve:
     def __init__(self, machines, *words):
         self.machines = machines
         self.process = subprocess.Popen(
-            machines[0].ssh("exec " + shlex.join(map(str, words))),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
+            machines[0].ssh("exec " + shlex.join(map(str, words))), stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
         self.lines = []
         self.address = ""
         self._has_served = threading.Event()

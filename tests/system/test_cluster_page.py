@@ -119,12 +119,9 @@ def test_light_and_dark_differ(chromium, service, running, tmp_path):
     ):
         path = tmp_path / f"{number}.png"
         drawn(
-            chromium,
-            f"http://{service.metrics_address}/cluster",
-            option,
-            f"--screenshot={path}",
+            chromium, f"http://{service.metrics_address}/cluster", option, f"--screenshot={path}",
             "--window-size=900,600",
-        )
+        )  # fmt: skip
         pictures.append(path.read_bytes())
     assert all(len(picture) > 10_000 for picture in pictures) and pictures[0] != pictures[1]
 

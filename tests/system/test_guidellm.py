@@ -61,27 +61,16 @@ def test_every_request_is_served_and_every_token_counted(
 ):
     before, target = counted(service), f"http://{service.http_address}"
     subprocess.run(
-        [
-            *(guidellm, "run", "--disable-console"),
-            *("--backend", f"kind=openai_http,target={target},request_format={endpoint}"),
-            *("--tokenizer", f"kind=huggingface_auto,model={tiny_checkpoint}"),
-            *(
-                "--data",
-                f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
-            ),
-            *(
-                "--profile",
-                "kind=concurrent,streams=8",
-                "--constraint",
-                f"kind=max_requests,count={NUM_REQUESTS}",
-            ),
-            *("--output", f"kind=json,path={tmp_path}/report.json"),
-        ],
-        check=True,
-        timeout=400,
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+        [*(guidellm, "run", "--disable-console"),
+         *("--backend", f"kind=openai_http,target={target},request_format={endpoint}"),
+         *("--tokenizer", f"kind=huggingface_auto,model={tiny_checkpoint}"),
+         *("--data",
+           f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"),
+         *("--profile", "kind=concurrent,streams=8", "--constraint",
+           f"kind=max_requests,count={NUM_REQUESTS}"),
+         *("--output", f"kind=json,path={tmp_path}/report.json")],
+        check=True, timeout=400, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"] == {
         "successful": NUM_REQUESTS, "errored": 0, "incomplete": 0, "total": NUM_REQUESTS,

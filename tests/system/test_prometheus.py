@@ -140,11 +140,9 @@ ONLY_AFTER_A_LOSS = (": Recovery", ": Pauses of streams")
 ONLY_WITH_GRAMMARS = ("Waiting for masks in a step",)
 """Panels of a mean that needs a request with structured output."""
 ONLY_WITH_ENGINES = (
-    "Prefill engines",
-    "Prompts at engines",
-    "Time of prompts at engines",
+    "Prefill engines", "Prompts at engines", "Time of prompts at engines",
     "Pages of engines a second",
-)
+)  # fmt: skip
 """Panels that are empty here, where NanoCP computes the prompts itself."""
 ONLY_WITH_OFFLOAD = (
     "Pages outside the frames",

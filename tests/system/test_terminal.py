@@ -24,13 +24,9 @@ class Terminal:
         self._master, slave = pty.openpty()
         # A session of its own with this terminal: then the terminal turns Ctrl-C into SIGINT.
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *command],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=ENVIRONMENT | {"COLUMNS": "100"},
-            cwd=ROOT,
-        )
+            ["setsid", "--ctty", *command], stdin=slave, stdout=slave, stderr=slave,
+            env=ENVIRONMENT | {"COLUMNS": "100"}, cwd=ROOT,
+        )  # fmt: skip
         os.close(slave)
         self.text = ""
 

@@ -288,13 +288,10 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
     service: Service,
 ) -> None:
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
-    service.front_end.ended(
-        Ended(
-            service.controller.next_submission().request_id,
-            FinishReason.REFUSED,
-            "no room in max_queued_tokens",
-        )
-    )
+    service.front_end.ended(Ended(
+        service.controller.next_submission().request_id, FinishReason.REFUSED,
+        "no room in max_queued_tokens",
+    ))  # fmt: skip
     with pytest.raises(ResourceExhausted, match="max_queued_tokens"):
         next(chunks)
 

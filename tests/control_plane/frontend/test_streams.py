@@ -119,13 +119,9 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
         "max_tokens counts from the first token"
     )
     last = Token(
-        FRONT_END,
-        stream.request_id,
-        num_generated,
-        5,
-        FinishReason.STOP,
+        FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP,
         attempt=back.arrival.attempt,
-    )
+    )  # fmt: skip
     streams.deliver(0, [last])
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
 

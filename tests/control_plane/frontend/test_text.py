@@ -23,12 +23,10 @@ from control_plane.frontend.text.tokenizer import (
 from data_plane.instance.grammar import MaskedRow, load_grammar_masks
 
 CORPUS = [
-    "the quick brown fox",
-    "na\u00efve caf\u00e9 \u2615 \u4f60\u597d, \u4e16\u754c",
-    "\U0001f642\U0001f643 family: \U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "0123456789",
+    "the quick brown fox", "na\u00efve caf\u00e9 \u2615 \u4f60\u597d, \u4e16\u754c",
+    "\U0001f642\U0001f643 family: \U0001f468\u200d\U0001f469\u200d\U0001f467", "0123456789",
     "x = y + 1\n\t" * 3,
-]
+]  # fmt: skip
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -36,12 +34,9 @@ def byte_level() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(
-        CORPUS * 3,
-        trainers.BpeTrainer(
-            vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
-        ),
-    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
+    ))  # fmt: skip
     # Ordinary added tokens keep their text: one in the byte alphabet, one with a space, one with
     # other characters.
     tokenizer.add_tokens([AddedToken("<think>", special=False), "two words", "\u6f22\u5b57"])
@@ -89,12 +84,9 @@ def stopped_outputs(draw: st.DrawFn) -> tuple[list[int], StopStrings, int]:
 
     Some stop strings are in the text and some are not.
     """
-    pieces = draw(
-        st.lists(
-            st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]),
-            min_size=1,
-        )
-    )
+    pieces = draw(st.lists(
+        st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]), min_size=1,
+    ))  # fmt: skip
     ids = [token_id for piece in pieces for token_id in TOKENIZER.encode(piece)] + draw(
         st.lists(IDS, max_size=3)
     )

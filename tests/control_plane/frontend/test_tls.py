@@ -37,14 +37,11 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
     """(key, certificate) files for 127.0.0.1, which vouch for themselves."""
     key, made = folder / f"{name}.key", folder / f"{name}.pem"
     subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", str(key)),
-            *("-out", str(made), "-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
+        [*("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+         *("-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", str(key)),
+         *("-out", str(made), "-addext", "subjectAltName=IP:127.0.0.1")],
+        check=True, capture_output=True,
+    )  # fmt: skip
     key.chmod(0o600)
     return str(key), str(made)
 

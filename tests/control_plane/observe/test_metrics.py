@@ -208,19 +208,10 @@ def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
     )
     metrics.instances.stepped(report(0, window=8, step_us=1, exchange_us=0), False)
     metrics.instances.stepped(
-        report(
-            1,
-            step_us=25_000,
-            exchange_us=9_000,
-            mask_us=300,
-            hidden_us=1_500,
-            num_tokens=4,
-            route_bytes=20,
-            num_received=2,
-            bucket_received=2,
-        ),
+        report(1, step_us=25_000, exchange_us=9_000, mask_us=300, hidden_us=1_500, num_tokens=4,
+               route_bytes=20, num_received=2, bucket_received=2),
         True,
-    )
+    )  # fmt: skip
     page = page()
     assert page["nanocp:step_seconds_sum", ("engine", "0")] == pytest.approx(0.025001)
     assert page["nanocp:step_exchange_seconds_sum", ("engine", "1")] == pytest.approx(0.009)

@@ -245,13 +245,10 @@ class Story:
         bindings = []
         for request_id in map(int, names):
             placement = self.scheduler.placement(request_id)
-            bindings.append(
-                (
-                    request_id,
-                    placement.moe_binding,
-                    [instance for instance, _ in placement.kv_split()],
-                )
-            )
+            bindings.append((
+                request_id, placement.moe_binding,
+                [instance for instance, _ in placement.kv_split()],
+            ))  # fmt: skip
         q_route, res_route = build_routes(bindings, self.num_instances)
         lines = []
         for i in range(self.num_instances):

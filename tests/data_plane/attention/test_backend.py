@@ -71,14 +71,9 @@ def test_flashmla_answers_by_our_conventions(name, package):
 def test_flash_attention_answers_by_our_conventions(name):
     """A stand-in has FlashAttention 3's published signature; it looks up no entry that is none."""
     case = AttentionCase(
-        LENGTHS[name],
-        heads=6,
-        rank=0,
-        rope=0,
-        dtype=torch.bfloat16,
-        scale=0.1,
+        LENGTHS[name], heads=6, rank=0, rope=0, dtype=torch.bfloat16, scale=0.1,
         layout=KvHeads(2, 64),
-    )
+    )  # fmt: skip
     backend = FlashAttentionHeads(2, 64, flash_attn_interface)
     case.check(*case.run(backend), 2e-2, 2e-2)
 

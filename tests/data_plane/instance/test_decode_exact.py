@@ -190,13 +190,9 @@ def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
         max_tokens=12, temperature=1.1, top_k=400, top_p=0.98, min_p=0.01, seed=7
     )
     params = replace(
-        sampled,
-        repetition_penalty=1.4,
-        presence_penalty=0.6,
-        frequency_penalty=0.3,
-        logit_bias=((7, 2.0), (11, -3.0)),
-        bad_words=((5,), (6, 8)),
-    )
+        sampled, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.3,
+        logit_bias=((7, 2.0), (11, -3.0)), bad_words=((5,), (6, 8)),
+    )  # fmt: skip
     outputs = []
     for policy in ("fixed_degree:1", "fixed_degree:2", "fixed_degree:4", "chaos"):
         config = Config(

@@ -63,11 +63,9 @@ SAMPLE = (
 """Models with states have each pair of family, window, kernels and depth."""
 
 
-@pytest.mark.parametrize(
-    ("preset", "story", "how"),
-    SAMPLE,
-    ids=[" ".join(map(str, (preset, story, *how[:3]))) for preset, story, how in SAMPLE],
-)
+@pytest.mark.parametrize(("preset", "story", "how"), SAMPLE, ids=[
+    " ".join(map(str, (preset, story, *how[:3]))) for preset, story, how in SAMPLE
+])  # fmt: skip
 def test_a_story_of_each_family(checkpoints, preset, story, how):
     checkpoint, oracle = checkpoints(preset)
     assert_exact(oracle, STORIES[story](checkpoint, how))

@@ -255,15 +255,9 @@ def test_controls_apply_in_vllms_order():
     """A bias is penalized with its logit; repetition multiplies before the others subtract."""
     logits = torch.tensor([1.0, -1.0, 2.0, 4.0])
     params = SamplingParams(
-        logit_bias=((0, 3.0), (3, 5.0)),
-        repetition_penalty=2.0,
-        frequency_penalty=0.5,
-        presence_penalty=0.25,
-        bad_words=((3,),),
-        max_tokens=9,
-        min_tokens=5,
-        stop_token_ids=(2,),
-    )
+        logit_bias=((0, 3.0), (3, 5.0)), repetition_penalty=2.0, frequency_penalty=0.5,
+        presence_penalty=0.25, bad_words=((3,),), max_tokens=9, min_tokens=5, stop_token_ids=(2,),
+    )  # fmt: skip
     found = controlled(logits, params, output=(0, 0, 1), prompt=(0, 3))
     inf = float("inf")
     assert found.tolist() == [(1 + 3) / 2 - 2 * 0.5 - 0.25, -1 * 2 - 0.5 - 0.25, -inf, -inf]
@@ -275,12 +269,9 @@ def test_extreme_penalties_still_sample_a_token_that_is_allowed(repetition_penal
     logits = make_logits(1, seed=3)
     logits[0, 2] = 0
     params = SamplingParams(
-        temperature=temperature,
-        repetition_penalty=repetition_penalty,
-        bad_words=((5,),),
-        top_p=0.9,
-        seed=4,
-    )
+        temperature=temperature, repetition_penalty=repetition_penalty, bad_words=((5,),),
+        top_p=0.9, seed=4,
+    )  # fmt: skip
     # Every positive logit becomes huge, or every seen one sinks.
     (token_id,) = sampler.sample_rows(logits, [params], [list(range(0, VOCABULARY, 2))], [[1, 3]])
     assert 0 <= token_id < VOCABULARY and token_id != 5

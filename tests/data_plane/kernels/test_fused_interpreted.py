@@ -31,11 +31,9 @@ SHAPES = {
     "experts that do not divide": (FusedSizes(num_experts=5, per_row=3), {}),
     "FP8 weights": (FusedSizes(hidden=32, width=32, fp8_block=(16, 16)), {}),
     "one instance, no shared expert": (FusedSizes(num_instances=1, num_shared=0), {}),
-    "two shared experts, two row blocks": (
-        FusedSizes(max_rows=6, num_shared=2),
-        {"num_rows": (6, 1)},
-    ),
-}
+    "two shared experts, two row blocks": (FusedSizes(max_rows=6, num_shared=2),
+                                           {"num_rows": (6, 1)}),
+}  # fmt: skip
 
 
 def drawn(sizes, num_epochs, seed=0, **rows):

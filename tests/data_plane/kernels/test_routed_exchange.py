@@ -85,13 +85,11 @@ def set_flag(case, epoch, awaited):
 
 @pytest.mark.parametrize(
     "found, error, words",
-    [
-        (0, ExchangeTimeout, "it did not come within 0.01 ms"),
-        (6, ExchangeTimeout, "the last epoch here is 6"),
-        (10, EpochError, "finds epoch 10: the region was overwritten"),
-    ],
+    [(0, ExchangeTimeout, "it did not come within 0.01 ms"),
+     (6, ExchangeTimeout, "the last epoch here is 6"),
+     (10, EpochError, "finds epoch 10: the region was overwritten")],
     ids=["missing", "older", "newer"],
-)
+)  # fmt: skip
 def test_a_wait_ends_in_the_error_word_unless_the_flag_equals_the_epoch(found, error, words):
     case, (_, wait_q, *_) = one_link()
     set_flag(case, 8, awaited=8)

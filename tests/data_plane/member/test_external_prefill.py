@@ -100,13 +100,11 @@ def wake(link):
 
 @pytest.mark.parametrize(
     ("answer", "is_up"),
-    [
-        (PASSED, True),
-        (EngineAnswer(EngineOutcome.BUSY, "no time"), True),
-        (EngineAnswer(EngineOutcome.MISMATCH, "other KV"), False),
-    ],
+    [(PASSED, True),
+     (EngineAnswer(EngineOutcome.BUSY, "no time"), True),
+     (EngineAnswer(EngineOutcome.MISMATCH, "other KV"), False)],
     ids=["passed", "busy", "other KV"],
-)
+)  # fmt: skip
 def test_an_engine_that_serves_is_probed_after_an_hour(silent_engine, answer, is_up):
     """What it was asked for goes on, unless its KV has become another model's."""
     link, prober, clock = Link(), Prober(), Clock()

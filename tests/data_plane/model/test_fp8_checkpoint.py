@@ -182,13 +182,9 @@ def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint,
     )
     config, reports = ModelConfig.from_folder(checkpoint), []
     weights = load_weights(
-        checkpoint,
-        config,
-        torch.bfloat16,
-        range(4, 8),
-        lambda *progress: reports.append(progress),
+        checkpoint, config, torch.bfloat16, range(4, 8), lambda *progress: reports.append(progress),
         packing=KEPT,
-    )
+    )  # fmt: skip
     assert reports[-1][0] == reports[-1][1]
     assert all(name.endswith("_scale_inv") for name in read if ".experts." in name)
     stored = load_file(checkpoint / "model.safetensors")

@@ -110,14 +110,12 @@ def test_a_layer(both, num_rows):
 
 @pytest.mark.parametrize(
     "rules",
-    [
-        {},
-        {"num_groups": 1, "num_groups_per_token": 1},
-        {"softmax_gate": True, "weights_normalised": False},
-        {"num_experts_per_token": 1, "routed_scale": 1.0},
-    ],
+    [{},
+     {"num_groups": 1, "num_groups_per_token": 1},
+     {"softmax_gate": True, "weights_normalised": False},
+     {"num_experts_per_token": 1, "routed_scale": 1.0}],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_gate(both, rules, has_bias):
     dtype, config, ours, our_weights, theirs, their_weights = both

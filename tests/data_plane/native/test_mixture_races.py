@@ -34,12 +34,9 @@ def build_driver(folder, *flags, source="mixture_driver.cpp", needs_avx2=True):
 
 def run(driver, *arguments):
     ended = subprocess.run(
-        [str(driver), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [str(driver), *map(str, arguments)], capture_output=True, text=True, timeout=600,
         env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
-    )
+    )  # fmt: skip
     assert ended.returncode == 0, f"{arguments}: {ended.stderr[-3000:]}"
 
 

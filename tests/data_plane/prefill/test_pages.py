@@ -17,13 +17,11 @@ from nanocp.values.sampling import PromptLogprobs
 LENGTH = 333
 VARIANTS = {
     "as published": {},
-    "no q LoRA, plain rope": {
-        "q_lora_rank": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-    },
+    "no q LoRA, plain rope": {"q_lora_rank": None,
+                              "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "values wider than keys": {"v_head_dim": 128, "qk_nope_head_dim": 32, "num_attention_heads": 3},
     "two dense layers, no groups": {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
-}
+}  # fmt: skip
 
 
 def make_ids(length=LENGTH, seed=0):

@@ -22,12 +22,9 @@ def generated(tiny_checkpoint):
     """Greedy tokens of `generate`, which the oracle itself does not call."""
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     ids = model.generate(
-        torch.tensor([PROMPT]),
-        max_new_tokens=24,
-        do_sample=False,
-        eos_token_id=None,
+        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None,
         pad_token_id=0,
-    )
+    )  # fmt: skip
     return ids[0, len(PROMPT) :].tolist()
 
 

@@ -101,15 +101,9 @@ def test_sampled_tokens_are_those_of_one_stage(tiny_checkpoint):
     """With all controls, penalties of the prompt among them, and log probabilities."""
     plain = SamplingParams(max_tokens=24, temperature=1.1, top_p=0.95, seed=1, logprobs=3)
     controlled = replace(
-        plain,
-        top_k=400,
-        min_p=0.01,
-        repetition_penalty=1.4,
-        presence_penalty=0.6,
-        frequency_penalty=0.3,
-        logit_bias=((7, 2.0), (11, -3.0)),
-        bad_words=((5,), (6, 8)),
-    )
+        plain, top_k=400, min_p=0.01, repetition_penalty=1.4, presence_penalty=0.6,
+        frequency_penalty=0.3, logit_bias=((7, 2.0), (11, -3.0)), bad_words=((5,), (6, 8)),
+    )  # fmt: skip
     each = [plain, controlled, replace(controlled, temperature=0.0), GREEDY]
     outputs = []
     for split, asks in (((4,), []), ((1, 3), [(6, (2, 2)), (14, (3, 1))])):

@@ -32,16 +32,14 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 
 LAYOUT = {
-    Channel.Q: (
-        Field("position", "int64", (3,)),
-        Field("live", "bool", (3,)),
-        Field("q", "float32", (3, 5)),
-        Field("kv", "uint16", (3, 7)),
-    ),
+    Channel.Q: (Field("position", "int64", (3,)),
+                Field("live", "bool", (3,)),
+                Field("q", "float32", (3, 5)),
+                Field("kv", "uint16", (3, 7))),
     Channel.RES: (Field("partial", "float32", (3, 2, 5)), Field("lse", "float32", (3, 2))),
     Channel.DISPATCH: (Field("hidden", "float32", (8, 6)), Field("count", "int32", ())),
     Channel.MAILBOX: (Field("payload", "uint8", (33,)),),
-}
+}  # fmt: skip
 PATIENT = LimitsConfig(tick_ms=20, exchange_timeout_ms=30_000, plan_timeout_ms=200, retry_ms=100)
 IMPATIENT = replace(PATIENT, exchange_timeout_ms=300)
 START_MS = 30_000

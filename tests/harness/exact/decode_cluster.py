@@ -248,14 +248,9 @@ class DecodeCluster:
 
     def _arrival(self, prompt: Prompt) -> Arrival:
         row = RowInput(
-            prompt.ids[-1],
-            prompt.params,
-            "test",
-            (),
-            penalized_prompt_ids(prompt.ids, prompt.params),
-            0,
-            *self._page_state(prompt),
-        )
+            prompt.ids[-1], prompt.params, "test", (),
+            penalized_prompt_ids(prompt.ids, prompt.params), 0, *self._page_state(prompt),
+        )  # fmt: skip
         arrival = Arrival(
             self._next_id,
             len(prompt.ids),
@@ -277,23 +272,15 @@ class DecodeCluster:
         )
         penalized_ids = penalized_prompt_ids(prompt.ids, prompt.params)
         row = RowInput(
-            prompt.known_ids[-1],
-            prompt.params,
-            "test",
-            tuple(prompt.output),
-            penalized_ids,
-            0,
+            prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output), penalized_ids, 0,
             *self._page_state(prompt),
-        )
+        )  # fmt: skip
         num_left = prompt.params.max_tokens - len(prompt.output)
         return Arrival(
-            preempted.request_id,
-            preempted.num_tokens,
-            num_left,
-            encode_row_input(row),
+            preempted.request_id, preempted.num_tokens, num_left, encode_row_input(row),
             resumes=True,
             page_hashes=page_hashes(prompt.known_ids) if self.config.has_slots else (),
-        )
+        )  # fmt: skip
 
     def _page_state(self, prompt: Prompt) -> tuple:
         ids = prompt.known_ids
@@ -368,13 +355,8 @@ class DecodeCluster:
                     Segments(self.cluster_id, term=Term(self._term)), instance, self.config.limits
                 )
             num_tokens = transfer.tokens_in(page)
-            writers[instance].write(
-                ticket=transfer.ticket,
-                page=page,
-                num_tokens=num_tokens,
-                payload=payload,
-                timeout_ms=WAIT_S * 1000,
-            )
+            writers[instance].write(ticket=transfer.ticket, page=page, num_tokens=num_tokens,
+                                    payload=payload, timeout_ms=WAIT_S * 1000)  # fmt: skip
         for writer in writers.values():
             writer.close()
 

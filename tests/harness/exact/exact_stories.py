@@ -80,15 +80,9 @@ def mixed(checkpoint: Path, how: How) -> list[Prompt]:
 def chaos(checkpoint: Path, how: How) -> list[Prompt]:
     """Re-bindings, extensions and page moves every few windows."""
     prompts, cluster = _run(
-        checkpoint,
-        how,
-        (1, 40, 64, 130, 300, 500),
-        3,
-        policy="chaos",
-        chaos_seed=how.num_steps,
-        chaos_period_windows=2 if how.num_steps == 1 else 1,
-        growth_promise="tokens:0",
-    )
+        checkpoint, how, (1, 40, 64, 130, 300, 500), 3, policy="chaos", chaos_seed=how.num_steps,
+        chaos_period_windows=2 if how.num_steps == 1 else 1, growth_promise="tokens:0",
+    )  # fmt: skip
     moved = sum(len({p.moe_binding for p in prompt.placements}) > 1 for prompt in prompts)
     # How many, the threads decide.
     assert moved and cluster.num_moves, "the story must contain what it is about"

@@ -82,12 +82,9 @@ def _run_chunk(weights, config, token_ids, begin, kv_LTW, is_output_wanted, carr
             break
         if index not in config.linear_layers:
             q_THE = kind.prefill_queries(wire_q_TC, position_T, own, weights.rope)
-            o_THV = causal_attention(
-                q_THE,
-                kv_LTW[place, :end],
-                kind.softmax_scale,
-                partial(kind.keys_and_values, weights=own),
-            )
+            o_THV = causal_attention(q_THE, kv_LTW[place, :end], kind.softmax_scale, partial(
+                kind.keys_and_values, weights=own
+            ))  # fmt: skip
             o_THV = ops.gated_heads(x_TX, o_THV, layer, config)
         x_TX, normed_TX = ops.after_attention(x_TX, o_THV, layer, weights.rope, config)
         x_TX = x_TX + _mlp(normed_TX, layer, config)

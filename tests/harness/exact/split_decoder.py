@@ -65,13 +65,8 @@ class SplitDecoder:
         )
         self.places, self.carry, self.prompt_carry = self.config.places, None, None
         if self.config.delta is not None:
-            new_pool = partial(
-                CarryPool,
-                self.config.delta,
-                len(self.config.linear_layers),
-                dtype=dtype,
-                page_bytes=CARRY_PAGE_BYTES,
-            )
+            new_pool = partial(CarryPool, self.config.delta, len(self.config.linear_layers),
+                               dtype=dtype, page_bytes=CARRY_PAGE_BYTES)  # fmt: skip
             self.carry, self.prompt_carry = new_pool(num_frames=16), new_pool(num_frames=1)
         shape = (self.config.num_kept_layers, num_frames, PAGE_SIZE, self.config.attention.kv_width)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
@@ -88,13 +83,9 @@ class SplitDecoder:
         self.frames.append([[] for _ in range(self.num_instances)])
         num_tokens = len(prompt_ids) - 1
         pages = prefill_pages(
-            self.all_weights,
-            self.config,
-            prompt_ids,
-            num_tokens,
-            chunk_tokens,
+            self.all_weights, self.config, prompt_ids, num_tokens, chunk_tokens,
             carry=self.prompt_carry,
-        )
+        )  # fmt: skip
         for page, kv_LSD in pages:
             instance, frame = self._allocate(row, page)
             count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)

@@ -178,14 +178,9 @@ def decode_process(index, num_instances, directory, checkpoint, device):
     """
     one_of = OneOfMany(index, directory, device=device)
     cluster = decoded(
-        checkpoint,
-        device,
-        num_instances,
-        lengths=(1, 64, 130, 300),
-        num_tokens=8,
-        is_captured=True,
-        one_of=one_of,
-    )
+        checkpoint, device, num_instances, lengths=(1, 64, 130, 300), num_tokens=8,
+        is_captured=True, one_of=one_of,
+    )  # fmt: skip
     found = [(request.ids, request.num_prompt) for request in cluster.requests]
     Path(directory, f"{index}.json").write_text(json.dumps(found))
     one_of.gather(None, cluster.seats)  # what others still write must stay mapped

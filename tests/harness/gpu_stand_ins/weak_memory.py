@@ -288,14 +288,9 @@ def run_layers(seed):
     nodes = draw.randint(2, num_instances)
     node_of = [*range(nodes), *(draw.randrange(nodes) for _ in range(num_instances - nodes))]
     case = ExchangeCase(
-        num_instances,
-        2,
-        timeout_ms=20,
-        max_rows=4,
-        own_memory=lambda places: apart(places, node_of),
-        has_experts=True,
-        is_packed=True,
-    )
+        num_instances, 2, timeout_ms=20, max_rows=4,
+        own_memory=lambda places: apart(places, node_of), has_experts=True, is_packed=True,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     layers = []
     for _ in range(num_layers):

@@ -153,15 +153,10 @@ class HashPlay:
         known, num_generated = story.known_ids, len(story.known_ids) - len(story.prompt_ids)
         story.is_unsent = True
         arrival = Arrival(
-            story.request_id,
-            len(known),
-            story.params.max_tokens - num_generated,
-            row_start(self.config, story),
-            priority=story.priority,
-            resumes=resumes,
-            attempt=story.attempt,
-            page_hashes=page_hashes(known),
-        )
+            story.request_id, len(known), story.params.max_tokens - num_generated,
+            row_start(self.config, story), priority=story.priority, resumes=resumes,
+            attempt=story.attempt, page_hashes=page_hashes(known),
+        )  # fmt: skip
         submission = Submission(arrival, known, timeout_us)
         self.events.append(partial(self._submitted, story, submission, self.now_us))
 

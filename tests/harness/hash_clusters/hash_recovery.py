@@ -64,12 +64,9 @@ class RecoveringCluster(RegroupingCluster):
         self._draw_terms()
         steps = self.config.scheduler.steps_per_window
         self.front_end = ReseedingStreams(
-            "front-end:1",
-            1 << 30,
-            Unobserved(),
-            steps_per_window=steps,
+            "front-end:1", 1 << 30, Unobserved(), steps_per_window=steps,
             hashes_output=self.config.scheduler.offload_host_pages > 0,
-        )
+        )  # fmt: skip
         self.front_end.connect(self)
         self.streams: dict[int, ClientStream] = {}
         self.expected: dict[int, Expected] = {}
@@ -194,12 +191,9 @@ class RecoveringCluster(RegroupingCluster):
         self.expected[request_id] = Expected(self.model, prompt_ids, params)
         timeout_us = 20_000 if self.random.random() < self.deadline_share else None
         (self.streams[request_id],) = self.front_end.submit(
-            f"client {request_id}",
-            prompt_ids,
-            [Choice(params)],
-            Origin(self.random.choice([0, 0, 0, 1])),
-            timeout_us,
-        )
+            f"client {request_id}", prompt_ids, [Choice(params)],
+            Origin(self.random.choice([0, 0, 0, 1])), timeout_us,
+        )  # fmt: skip
 
     def _known_prompts(self) -> dict[int, list[int]]:
         return self.known_ids

@@ -36,12 +36,9 @@ def explore(case, seed, num_launches=400, held_back=None):
         instance = draw.choice(pending)
         before = case.fused[instance].counter.clone(), case.epoch(instance)
         case.launch(
-            instance,
-            max_tasks=draw.choice((1, 2, UNLIMITED)),
-            max_idle=1,
-            is_last=False,
+            instance, max_tasks=draw.choice((1, 2, UNLIMITED)), max_idle=1, is_last=False,
             num_programs=draw.choice((1, 2)),
-        )
+        )  # fmt: skip
         case.exchanges[instance].check()
         same = case.fused[instance].counter.equal(before[0]) and case.epoch(instance) == before[1]
         without_progress = without_progress + 1 if same else 0
@@ -140,12 +137,8 @@ def weave(case, seed, num_programs=1, chance=0.1, max_idle=400):
     def program(instance):
         for epoch, _ in enumerate(case.layers[instance]):
             # The grid is one program here; its fellows are other threads.
-            case.fused[instance].launch(
-                *case.arguments(instance, epoch),
-                max_idle=max_idle,
-                num_programs=num_programs,
-                grid=1,
-            )
+            case.fused[instance].launch(*case.arguments(instance, epoch), max_idle=max_idle,
+                                        num_programs=num_programs, grid=1)  # fmt: skip
             ended[instance] += 1
             # A stream's next launch begins when this one has ended.
             while ended[instance] < num_programs * (epoch + 1):

@@ -134,15 +134,8 @@ class MixtureCase:
         ]
 
         def make(end, instance):
-            return NativeMixtures(
-                end,
-                self.model,
-                self.layers_of(instance),
-                kernels[instance],
-                MAX_ROWS,
-                lambda phase: None,
-                schedule,
-            )
+            return NativeMixtures(end, self.model, self.layers_of(instance), kernels[instance],
+                                  MAX_ROWS, lambda phase: None, schedule)  # fmt: skip
 
         return make
 

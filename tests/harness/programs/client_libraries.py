@@ -121,11 +121,9 @@ def of_langchain(url: str, model: str) -> dict[str, object]:
 
 
 LIBRARIES = {
-    "instructor": of_instructor,
-    "pydantic-ai": of_pydantic_ai,
-    "litellm": of_litellm,
+    "instructor": of_instructor, "pydantic-ai": of_pydantic_ai, "litellm": of_litellm,
     "langchain-openai": of_langchain,
-}
+}  # fmt: skip
 
 
 if __name__ == "__main__":

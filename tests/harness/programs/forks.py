@@ -32,10 +32,8 @@ _IMPORTS = ("data_plane.programs.process", "harness.services.hash_members")
 _ENVIRONMENT = {
     "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}",
     # Read as the packages are imported; gRPC's are those of `nanocp serve`.
-    "OMP_NUM_THREADS": "1",
-    "GRPC_VERBOSITY": "NONE",
-    "GRPC_ENABLE_FORK_SUPPORT": "0",
-}
+    "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0",
+}  # fmt: skip
 _STATUS = struct.Struct("i")
 _MAX_REQUEST = 1 << 17
 
@@ -135,12 +133,9 @@ def _start() -> socket.socket:
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-m", "harness.programs.forks", str(other.fileno())],
-        stdin=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=os.environ | _ENVIRONMENT,
-        pass_fds=[other.fileno()],
-        start_new_session=True,
-    )
+        stdin=subprocess.DEVNULL, cwd=ROOT, env=os.environ | _ENVIRONMENT,
+        pass_fds=[other.fileno()], start_new_session=True,
+    )  # fmt: skip
     other.close()
 
     def end() -> None:

@@ -93,29 +93,18 @@ class Node:
         options = (
             f"-o AuthorizedKeysFile={self._key}.pub -o StrictModes=no -o PidFile=none -o UsePAM=no"
         )
-        script = "\n".join(
-            [
-                "set -e",
-                "mkdir -p /tmp/ray /run/sshd",
-                "mount -t tmpfs -o size=2g tmpfs /dev/shm",
-                "mount -t tmpfs tmpfs /tmp/ray",
-                f"mount --bind {folder / self.name}.passwd /etc/passwd",
-                f"mount --bind {folder / self.name}.hosts /etc/hosts",
-                f"hostname {self.name}",
-                f"exec {shutil.which('sshd')} -D -e -h {host_key} {options}",
-            ]
-        )
+        script = "\n".join([
+            "set -e", "mkdir -p /tmp/ray /run/sshd", "mount -t tmpfs -o size=2g tmpfs /dev/shm",
+            "mount -t tmpfs tmpfs /tmp/ray",
+            f"mount --bind {folder / self.name}.passwd /etc/passwd",
+            f"mount --bind {folder / self.name}.hosts /etc/hosts", f"hostname {self.name}",
+            f"exec {shutil.which('sshd')} -D -e -h {host_key} {options}",
+        ])  # fmt: skip
         command = ["ip", "netns", "exec", self.name, "unshare", *_NAMESPACES, "sh", "-c", script]
         environment = {"PATH": os.environ["PATH"]}
         with (folder / f"{self.name}.log").open("wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                    env=environment, start_new_session=True)  # fmt: skip
 
     def _await_ssh(self) -> None:
         deadline = time.monotonic() + 20

@@ -200,13 +200,9 @@ class Service:
         if model:
             http = HttpServer(config.service, config.limits, num, model, bytes, page)
         self.front_end = FrontEnd(
-            config,
-            TOKENIZER if with_tokenizer else None,
-            limits,
-            MEMBER_SECRETS,
-            self.observer,
+            config, TOKENIZER if with_tokenizer else None, limits, MEMBER_SECRETS, self.observer,
             http,
-        )
+        )  # fmt: skip
         self.controller = FakeController(self.front_end.placed)
         self.address = self.front_end.start()
         self.url = f"http://{self.front_end.http_address}"

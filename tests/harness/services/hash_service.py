@@ -76,14 +76,9 @@ def served(instance_factory: str = "harness.services.hash_members:build_instance
     limits = ModelLimits(MODEL.vocab_size, CONFIG.cluster.max_model_len)
     members = "harness.services.hash_members"
     return Served(
-        limits,
-        None,
-        Path("no-checkpoint"),
-        instance_factory,
-        f"{members}:build_prefill",
-        f"{members}:build_probe",
-        instance_factory.replace(":build_", ":prepare_"),
-    )
+        limits, None, Path("no-checkpoint"), instance_factory, f"{members}:build_prefill",
+        f"{members}:build_probe", instance_factory.replace(":build_", ":prepare_"),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -17,10 +17,8 @@ from harness.services.hash_service import PATIENT_MS, prompt
 from nanocp.client import Client, ServiceError
 
 ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-    "OMP_NUM_THREADS": "1",
-}
+    **os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 NANOCP = [sys.executable, "-m", "nanocp.cli.main"]
 SMALL = [
     "--no-ray",
@@ -177,11 +175,8 @@ def wakes_and_cpu_s(pid):
     wakes, ran_ns = 0, 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that just ended
-            wakes += int(
-                re.search(
-                    r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.M
-                )[1]
-            )
+            wakes += int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)",
+                                   (task / "status").read_text(), re.M)[1])  # fmt: skip
             ran_ns += int((task / "schedstat").read_text().split()[0])
     return wakes, ran_ns / 1e9
 

@@ -291,13 +291,10 @@ def run_slowly(instance, num_instances, folder, num_layers):
     """Do run_process's work under the interpreter, with delays at random places of layers."""
     pause = random.Random(instance)
     case = ExchangeCase(
-        num_instances,
-        2,
-        timeout_ms=50,
-        own_memory=lambda places: [shared_files(places, folder, instance)],
-        has_experts=True,
+        num_instances, 2, timeout_ms=50,
+        own_memory=lambda places: [shared_files(places, folder, instance)], has_experts=True,
         max_rows=4,
-    )
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_layers):
         case.fill(case.random_requests(4, generator), generator)
@@ -340,14 +337,9 @@ def run_process(instance, num_instances, store_path, device, num_layers, by_nvsh
 
     try:
         case = ExchangeCase(
-            num_instances,
-            4,
-            device=device,
-            timeout_ms=10_000,
-            own_memory=own_memory,
-            has_experts=True,
-            is_packed=by_nvshmem,
-        )
+            num_instances, 4, device=device, timeout_ms=10_000, own_memory=own_memory,
+            has_experts=True, is_packed=by_nvshmem,
+        )  # fmt: skip
         if nvshmem is not None:
             nvshmem.initialise(case.members[instance].forwarding_module())
             dist.barrier()

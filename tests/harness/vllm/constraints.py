@@ -89,11 +89,7 @@ def sampled_params(kind, tokenizer, seed, max_tokens):
     """Temperature 1, held to a constraint of the kind; an output has a token before its end."""
     favoured = _FAVOURED.get(kind, {}).items()
     return SamplingParams(
-        temperature=1.0,
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=2,
-        stop_token_ids=(EOS,),
+        temperature=1.0, seed=seed, max_tokens=max_tokens, min_tokens=2, stop_token_ids=(EOS,),
         logit_bias=tuple((tokenizer.token_to_id(token), bias) for token, bias in favoured),
         constraint=grammar_of(kind),
-    )
+    )  # fmt: skip

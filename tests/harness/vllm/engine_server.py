@@ -49,15 +49,10 @@ class EngineServer:
         self.api_key = api_key
         is_mute = fault in ("mute", "probed")
         self.engine = FakeVllm(
-            block_size,
-            MutePlaces(fault == "probed") if is_mute else PageWriters(()),
-            seed,
-            (20, 120),
-            preempted_share,
-            OtherModel() if fault == "garbage" else MODEL,
-            HashProbe.fingerprint,
-            has_mtp=fault == "mtp",
-        )
+            block_size, MutePlaces(fault == "probed") if is_mute else PageWriters(()), seed,
+            (20, 120), preempted_share, OtherModel() if fault == "garbage" else MODEL,
+            HashProbe.fingerprint, has_mtp=fault == "mtp",
+        )  # fmt: skip
         self._wake = threading.Event()
         self._numbers = iter(range(1 << 30))
         threading.Thread(target=self._run, daemon=True).start()

@@ -57,13 +57,9 @@ class VllmServer:
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         self.process = subprocess.Popen(
-            self._command,
-            env=environment,
-            stdout=self._log.open("ab"),
-            stderr=subprocess.STDOUT,
-            cwd=self._log.parent,
-            start_new_session=True,
-        )
+            self._command, env=environment, stdout=self._log.open("ab"), stderr=subprocess.STDOUT,
+            cwd=self._log.parent, start_new_session=True,
+        )  # fmt: skip
 
     def wait(self):
         """Return once it answers."""

@@ -38,12 +38,9 @@ def test_random_lengths_are_in_their_range_and_repeat_with_the_seed():
 
 def test_a_trace_is_replayed_at_its_own_times_scaled():
     options = DatasetOptions(
-        "mooncake",
-        TRACES / "mooncake_conversation_200.jsonl",
-        20,
-        length_scale=0.01,
+        "mooncake", TRACES / "mooncake_conversation_200.jsonl", 20, length_scale=0.01,
         time_scale=0.5,
-    )
+    )  # fmt: skip
     requests = sample_requests(options, None)
     lines = [
         json.loads(line)
@@ -84,12 +81,9 @@ def test_sharegpt_takes_short_talks_of_its_file_and_has_a_shape_without(tmp_path
 
 def test_prefixes_are_repeated_evenly():
     options = DatasetOptions(
-        "prefix_repetition",
-        num_prompts=12,
-        prefix_repetition_prefix_len=5,
-        prefix_repetition_suffix_len=3,
-        prefix_repetition_num_prefixes=4,
-    )
+        "prefix_repetition", num_prompts=12, prefix_repetition_prefix_len=5,
+        prefix_repetition_suffix_len=3, prefix_repetition_num_prefixes=4,
+    )  # fmt: skip
     requests = sample_requests(options, None)
     counts = Counter(request.prompt[:5] for request in requests)
     assert sorted(counts.values()) == [3, 3, 3, 3]
@@ -104,13 +98,9 @@ def test_the_text_of_drawn_ids_is_as_long_as_was_asked(tiny_checkpoint, name):
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     options = DatasetOptions(
-        name,
-        num_prompts=20,
-        input_len=60,
-        prefix_repetition_prefix_len=40,
-        prefix_repetition_suffix_len=20,
-        prefix_repetition_num_prefixes=2,
-    )
+        name, num_prompts=20, input_len=60, prefix_repetition_prefix_len=40,
+        prefix_repetition_suffix_len=20, prefix_repetition_num_prefixes=2,
+    )  # fmt: skip
     requests = sample_requests(options, tokenizer)
     texts = [tokenizer.decode(request.prompt) for request in requests]
     lengths = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]

@@ -18,15 +18,9 @@ SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048}
 def chaos(fault, timeout_s=300.0, seconds=12.0, pauses_s=(1.0, 4.0), **more):
     program = [sys.executable, str(TESTS / "nanocp/chaos/faulty_serve.py"), fault]
     run = ChaosRun(
-        Path("no-checkpoint"),
-        seconds=seconds,
-        seed=SEED,
-        timeout_s=timeout_s,
-        settings=SETTINGS,
-        program=program,
-        pauses_s=pauses_s,
-        **more,
-    )
+        Path("no-checkpoint"), seconds=seconds, seed=SEED, timeout_s=timeout_s, settings=SETTINGS,
+        program=program, pauses_s=pauses_s, **more,
+    )  # fmt: skip
     return play(run, HashJudge, lambda step: None)
 
 

@@ -22,19 +22,11 @@ def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoin
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     defaults = {"repetition_penalty": 1.15, "top_p": 0.95}
     (checkpoint / "generation_config.json").write_text(json.dumps(defaults))
-    run = ChaosRun(
-        checkpoint,
-        seconds=30.0,
-        seed=7,
-        pauses_s=(3.0, 8.0),
-        settings={
-            "cluster.num_frames": 128,
-            "cluster.max_model_len": 2048,
-            "data_plane.dispatch_backend": "fused",
-            "scheduler.policy": "chaos",
-            "scheduler.lanes": "random",
-        },
-    )
+    run = ChaosRun(checkpoint, seconds=30.0, seed=7, pauses_s=(3.0, 8.0), settings={
+        "cluster.num_frames": 128, "cluster.max_model_len": 2048,
+        "data_plane.dispatch_backend": "fused", "scheduler.policy": "chaos",
+        "scheduler.lanes": "random",
+    })  # fmt: skip
     result = play(run, ReferenceJudge, lambda step: None)
     assert [claim for claim, holds in claims_of(result) if not holds] == [], (
         result["failures"],
@@ -46,20 +38,11 @@ def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoin
 @pytest.mark.system
 def test_pages_outside_the_frames_give_every_token_through_losses(tiny_checkpoint, tmp_path):
     """Few frames, little memory and a file behind it; instances are killed while pages move."""
-    run = ChaosRun(
-        tiny_checkpoint,
-        seconds=25.0,
-        seed=11,
-        pauses_s=(3.0, 8.0),
-        settings={
-            "cluster.num_frames": 12,
-            "cluster.max_model_len": 2048,
-            "scheduler.growth_promise": "tokens:0",
-            "kv_offload.host_gib": 0.005,
-            "kv_offload.file_gib": 0.05,
-            "kv_offload.file_dir": str(tmp_path),
-        },
-    )
+    run = ChaosRun(tiny_checkpoint, seconds=25.0, seed=11, pauses_s=(3.0, 8.0), settings={
+        "cluster.num_frames": 12, "cluster.max_model_len": 2048,
+        "scheduler.growth_promise": "tokens:0", "kv_offload.host_gib": 0.005,
+        "kv_offload.file_gib": 0.05, "kv_offload.file_dir": str(tmp_path),
+    })  # fmt: skip
     result = play(run, ReferenceJudge, lambda step: None)
     assert [claim for claim, holds in claims_of(result) if not holds] == [], (
         result["failures"],

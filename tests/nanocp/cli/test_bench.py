@@ -149,7 +149,7 @@ def test_the_grpc_api_gets_what_was_asked(tmp_path, monkeypatch):
             ),
             *("--save-result", "--result-dir", tmp_path, "--metadata", "commit=abc", "tp=1"),
             *("--goodput", "ttft:60000", "tpot:0.00001", "--percentile-metrics", "ttft,e2el"),
-        )
+        )  # fmt: skip
         assert result.exit_code == 0, result.output
         sample = service.metrics.registry.get_sample_value
         assert sample("nanocp:prompt_tokens_total") == 8 * 90, (
@@ -230,38 +230,13 @@ def test_an_openai_endpoint_is_measured_message_by_message(
     path = tmp_path / "result.json"
     tokenizer = ["--tokenizer", tiny_checkpoint] if backend == "openai-chat" else []
     result = bench(
-        *(
-            "--backend",
-            backend,
-            "--base-url",
-            url,
-            "--num-prompts",
-            4,
-            "--max-concurrency",
-            1,
-            "--temperature",
-            0.5,
-        ),
-        *(
-            "--input-len",
-            9,
-            "--output-len",
-            5,
-            "--extra-body",
-            '{"user": "me"}',
-            "--request-id-prefix",
-            "b-",
-        ),
-        *(
-            "--save-result",
-            "--save-detailed",
-            "--result-dir",
-            tmp_path,
-            "--result-filename",
-            path.name,
-            *tokenizer,
-        ),
-    )
+        *("--backend", backend, "--base-url", url, "--num-prompts", 4, "--max-concurrency", 1,
+          "--temperature", 0.5),
+        *("--input-len", 9, "--output-len", 5, "--extra-body", '{"user": "me"}',
+          "--request-id-prefix", "b-"),
+        *("--save-result", "--save-detailed", "--result-dir", tmp_path, "--result-filename",
+          path.name, *tokenizer),
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "Error 0: status 503: " in result.output and "no room" in result.output
     values = json.loads(path.read_text())

@@ -96,13 +96,9 @@ def planted(tiny_checkpoint):
     model = ModelConfig.from_folder(tiny_checkpoint)
     h200 = load_cluster_file("h200x32-deepseek-v3")
     file = replace(
-        h200,
-        model=replace(h200.model, wire_forms={"latent": WireForm(2464)}),
-        cluster=config.cluster,
-        costs={CONSTANTS: PLANTED},
-        cp_degrees=(1,),
-        memory=None,
-    )
+        h200, model=replace(h200.model, wire_forms={"latent": WireForm(2464)}),
+        cluster=config.cluster, costs={CONSTANTS: PLANTED}, cp_degrees=(1,), memory=None,
+    )  # fmt: skip
     cost = CostModel(file, CONSTANTS)
 
     def times(batch):
@@ -196,7 +192,7 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
         given_file,
         "--out",
         out,
-    )
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     for words in ("degree 2", "cost model against the measured steps", "the whole step"):
         assert words in result.stdout
@@ -204,21 +200,10 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
     assert (config.cluster.num_instances, config.prefill.chunk_tokens) == (2, 100)
     assert config.scheduler.cp_degree_max in (1, 2) and config.scheduler.costs != CostConfig()
     simulated = nanocp(
-        *(
-            "simulate",
-            "--cluster",
-            out / "cluster.yaml",
-            "--workload",
-            "issue-0",
-            "--rate",
-            2,
-            "--slo-tpot-ms",
-            1000,
-            "--slo-ttft-ms",
-            10_000,
-        ),
+        *("simulate", "--cluster", out / "cluster.yaml", "--workload", "issue-0", "--rate", 2,
+          "--slo-tpot-ms", 1000, "--slo-ttft-ms", 10_000),
         *("--seconds", 60, "--warm-up", 1, "--json"),
-    )
+    )  # fmt: skip
     # Two requests a second are more than the tiny cluster holds: its queue may drift (1).
     assert simulated.exit_code in (0, 1), simulated.output
     assert json.loads(simulated.stdout)["cost_aware"]["step_ms_mean"] > 0

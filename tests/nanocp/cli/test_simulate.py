@@ -36,17 +36,9 @@ SHORT = ("--seconds", "0.5", "--warm-up", "0.2", "--workload", "fixed:1000:10")
 
 def test_json_has_every_policy_and_is_all_there_is_on_standard_output(small):
     result = nanocp(
-        "--cluster",
-        small,
-        *SHORT,
-        "--rate",
-        "40",
-        "--json",
-        "--policy",
-        "least_batch",
-        "--policy",
+        "--cluster", small, *SHORT, "--rate", "40", "--json", "--policy", "least_batch", "--policy",
         "fluid",
-    )
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     outcomes = json.loads(result.stdout)
     assert list(outcomes) == ["least_batch", "fluid"]
@@ -182,16 +174,9 @@ def test_a_sweep_that_finds_no_rate_is_no_success(small):
 
 def test_the_static_scenario_runs_without_a_rate(small):
     result = nanocp(
-        "--cluster",
-        small,
-        "--workload",
-        "static-1",
-        "--warm-up",
-        "12",
-        "--seconds",
-        "0.5",
+        "--cluster", small, "--workload", "static-1", "--warm-up", "12", "--seconds", "0.5",
         "--json",
-    )
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     outcome = json.loads(result.stdout)["cost_aware"]
     assert (outcome["num_rows_mean"], outcome["num_waiting_max"]) == (64 * 4 + 1, 0)

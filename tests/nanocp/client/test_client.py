@@ -20,12 +20,10 @@ from nanocp.wire.v1 import inference_pb2 as pb
 ERRORS = {
     grpc.StatusCode.INVALID_ARGUMENT: "InvalidArgument",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "ResourceExhausted",
-    grpc.StatusCode.UNAVAILABLE: "Unavailable",
-    grpc.StatusCode.CANCELLED: "Aborted",
-    grpc.StatusCode.NOT_FOUND: "NotFound",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "DeadlineExceeded",
+    grpc.StatusCode.UNAVAILABLE: "Unavailable", grpc.StatusCode.CANCELLED: "Aborted",
+    grpc.StatusCode.NOT_FOUND: "NotFound", grpc.StatusCode.DEADLINE_EXCEEDED: "DeadlineExceeded",
     grpc.StatusCode.INTERNAL: "ServiceError",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

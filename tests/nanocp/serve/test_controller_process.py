@@ -37,13 +37,9 @@ FRONT_END = Member("front end", 0)
 @contextlib.contextmanager
 def supervised(launcher=None, event_log="", **sections):
     service = replace(
-        DEFAULT.service,
-        front_ends=2,
-        controller_process=True,
-        grpc_port=free_ports(2),
-        metrics_port=free_ports(),
-        event_log=event_log,
-    )
+        DEFAULT.service, front_ends=2, controller_process=True, grpc_port=free_ports(2),
+        metrics_port=free_ports(), event_log=event_log,
+    )  # fmt: skip
     environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     config = replace(DEFAULT, service=service, **sections)
     with_experts = replace(served(SLOW), num_experts=NUM_EXPERTS)

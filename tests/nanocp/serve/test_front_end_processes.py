@@ -35,11 +35,9 @@ from nanocp.values.members import Member
 pytestmark = pytest.mark.system
 
 HELD_S = 3
-PROCESSES = replace(
-    DEFAULT,
-    service=replace(DEFAULT.service, front_ends=2),
-    scheduler=replace(DEFAULT.scheduler, held_timeout_us=HELD_S * 1_000_000),
-)
+PROCESSES = replace(DEFAULT, service=replace(DEFAULT.service, front_ends=2), scheduler=replace(
+    DEFAULT.scheduler, held_timeout_us=HELD_S * 1_000_000
+))  # fmt: skip
 
 
 def pid_of_front_end(service, index):

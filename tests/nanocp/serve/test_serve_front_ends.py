@@ -16,11 +16,9 @@ from nanocp.serve.process import serving
 pytestmark = pytest.mark.system
 
 SETTINGS = {
-    "service.front_ends": 2,
-    "service.controller_process": True,
-    "cluster.num_frames": 64,
+    "service.front_ends": 2, "service.controller_process": True, "cluster.num_frames": 64,
     "cluster.max_model_len": 1024,
-}
+}  # fmt: skip
 LONG = {"max_tokens": 300, "ignore_eos": True, "timeout_s": 240}
 KINDS = {
     "greedy": LONG,

@@ -75,13 +75,9 @@ def window(timeline, begins_us):
 def played(policy="dual_balanced", steps_per_window=1, workload="issue-5", rate=30):
     timeline = TimelineRecorder(Run(200_000, 1_000_000))
     simulation = make_simulation(
-        H200,
-        "fitted",
-        policy,
-        timeline.run,
-        Mechanisms(steps_per_window=steps_per_window),
+        H200, "fitted", policy, timeline.run, Mechanisms(steps_per_window=steps_per_window),
         timeline,
-    )
+    )  # fmt: skip
     simulation.run(Workload(workload, rate, 1, steady_tpot_us=10_000).requests(1 << 20))
     return timeline, simulation.model
 

@@ -57,12 +57,9 @@ def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
     rates = {}
     for prefix_sharing in (True, False):
         simulation = make_simulation(
-            SMALL,
-            "fitted",
-            "cost_aware",
-            Run(0, 60_000_000),
+            SMALL, "fitted", "cost_aware", Run(0, 60_000_000),
             Mechanisms(prefix_sharing=prefix_sharing),
-        )
+        )  # fmt: skip
         outcome = simulation.run(iter(TURNS))
         assert outcome.num_judged == 30 and outcome.host_hit_rate == 0
         rates[prefix_sharing] = outcome.prefix_hit_rate
@@ -189,13 +186,9 @@ def test_rows_that_park_or_are_preempted_and_come_back_get_every_token(over_run,
     tight = replace(SMALL, cluster=replace(SMALL.cluster, num_frames=7))
     given = (WorkloadRequest(i, 128, 200 + i, 200 + i + over_run) for i in range(24))
     simulation, outcome = play(
-        "dual_balanced",
-        given,
-        steps_per_window=4,
-        file=tight,
-        cp_degree_max=1,
+        "dual_balanced", given, steps_per_window=4, file=tight, cp_degree_max=1,
         growth_promise="tokens:0",
-    )
+    )  # fmt: skip
     assert parked and preempted, "the cluster was too large for this test"
     assert outcome.num_judged == 24 and outcome.num_refused == 0
     assert not simulation._requests and not simulation._joined_step and not simulation._num_tokens
@@ -310,15 +303,11 @@ def test_a_run_stops_when_it_is_hopeless_and_counts_what_is_late_already():
     run = Run(0, 100_000_000, Slo(tpot_us=1), max_misses=3)
     outcome = make_simulation(SMALL, "peak", "dual_balanced", run).run(requests(1000))
     assert outcome.is_hopeless and outcome.attainment == 0 and outcome.num_missed < 1000
-    late = make_simulation(SMALL, "peak", "dual_balanced", Run(0, 1_000_000)).run(
-        iter(
-            [
-                WorkloadRequest(0, 10, 10, 10),
-                WorkloadRequest(0, 10, 40_000, 40_000),
-                WorkloadRequest(1, 60_000, 1, 1),
-            ]
-        )
-    )
+    late = make_simulation(SMALL, "peak", "dual_balanced", Run(0, 1_000_000)).run(iter([
+        WorkloadRequest(0, 10, 10, 10),
+        WorkloadRequest(0, 10, 40_000, 40_000),
+        WorkloadRequest(1, 60_000, 1, 1),
+    ]))  # fmt: skip
     assert (late.num_judged, late.num_refused) == (2, 1), (
         "ended, refused as larger than the model; the third goes on"
     )

@@ -59,14 +59,10 @@ def test_a_search_that_never_succeeds_or_never_fails_ends():
 
 def test_a_run_that_ends_as_soon_as_it_cannot_pass_has_the_verdict_of_the_whole_run():
     trial = Trial(
-        replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8),
-        "fluid",
-        Workload("fixed:1000:50", 10.0, seed=1),
-        constants="fitted",
-        slo=Slo(tpot_us=25_000),
-        warm_up_us=1_000_000,
-        measure_us=6_000_000,
-    )
+        replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8), "fluid",
+        Workload("fixed:1000:50", 10.0, seed=1), constants="fitted", slo=Slo(tpot_us=25_000),
+        warm_up_us=1_000_000, measure_us=6_000_000,
+    )  # fmt: skip
     verdicts = []
     for rate in (20.0, 30.0, 40.0):
         whole = trial.at_rate(rate).filled().play()

@@ -120,11 +120,9 @@ TOKENS = tuples_of(
     )
 )
 MOVES = st.builds(
-    LayerMoves,
-    U64,
-    st.none() | st.lists(U32, min_size=1, max_size=4).map(tuple),
+    LayerMoves, U64, st.none() | st.lists(U32, min_size=1, max_size=4).map(tuple),
     tuples_of(st.builds(LayerMove, U32, U32, U32, U32, tuples_of(st.tuples(U32, U32)))),
-)
+)  # fmt: skip
 PASSES = st.builds(
     PassPlan, U64, U64, st.integers(-1, 2**62), PLANS,
     tuples_of(st.builds(Span, U64, U32, U32, st.booleans())),
@@ -298,32 +296,16 @@ def test_hand_off_state_survives_the_mailbox(state):
 def test_the_largest_hand_off_fits_its_bound_closely():
     largest = 2**32 - 1
     params = SamplingParams(
-        max_tokens=largest,
-        min_tokens=largest,
-        temperature=1.5,
-        top_k=largest,
-        top_p=0.5,
-        seed=2**63 - 1,
-        stop_token_ids=(largest,) * MAX_STOP_TOKEN_IDS,
-        ignore_eos=True,
-        min_p=0.5,
-        repetition_penalty=1.5,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
+        max_tokens=largest, min_tokens=largest, temperature=1.5, top_k=largest, top_p=0.5,
+        seed=2**63 - 1, stop_token_ids=(largest,) * MAX_STOP_TOKEN_IDS, ignore_eos=True, min_p=0.5,
+        repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5,
         logit_bias=((largest, 0.5),) * MAX_LOGIT_BIASES,
-        bad_words=((largest,),) * MAX_BAD_WORD_TOKENS,
-        logprobs=20,
-    )
+        bad_words=((largest,),) * MAX_BAD_WORD_TOKENS, logprobs=20,
+    )  # fmt: skip
     row = RowInput(
-        largest,
-        params,
-        "h" * rows.MAX_FRONT_END_BYTES,
-        (largest,) * 8000,
-        (largest,) * 192,
-        attempt=largest,
-        page_hash=b"h" * 16,
-        page_ids=(largest,) * 64,
-    )
+        largest, params, "h" * rows.MAX_FRONT_END_BYTES, (largest,) * 8000, (largest,) * 192,
+        attempt=largest, page_hash=b"h" * 16, page_ids=(largest,) * 64,
+    )  # fmt: skip
     num_bytes = len(rows.encode_hand_off_state(HandOffState(2**64 - 1, True, largest, row)))
     bound = rows.max_hand_off_bytes(8192)
     assert bound - 100 < num_bytes <= bound

@@ -13,13 +13,11 @@ from nanocp.wire.members import FROM_INSTANCE, FROM_PREFILL, TO_INSTANCE, TO_PRE
 
 @pytest.mark.parametrize(
     ("values", "codecs"),
-    [
-        (Said, (FROM_INSTANCE, FROM_PREFILL)),
-        (ToInstance, (TO_INSTANCE,)),
-        (ToPrefill, (TO_PREFILL,)),
-    ],
+    [(Said, (FROM_INSTANCE, FROM_PREFILL)),
+     (ToInstance, (TO_INSTANCE,)),
+     (ToPrefill, (TO_PREFILL,))],
     ids=["said", "to instances", "to the prefill"],
-)
+)  # fmt: skip
 def test_every_value_has_a_codec_and_no_codec_has_more(values, codecs):
     encoded = {name for codec in codecs for name in codec._decoders}
     assert encoded == {value.__name__ for value in get_args(values)}

@@ -105,11 +105,9 @@ PIECES = st.sampled_from([
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(PIECES, max_size=8).map("".join),
-    st.sampled_from(sorted(CALLS)),
-    st.booleans(),
+    st.lists(PIECES, max_size=8).map("".join), st.sampled_from(sorted(CALLS)), st.booleans(),
     st.data(),
-)
+)  # fmt: skip
 def test_any_cutting_of_a_text_parses_to_what_the_whole_does(
     text: str, form: str, begins_inside: bool, data: st.DataObject
 ) -> None:

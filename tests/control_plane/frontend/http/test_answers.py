@@ -165,13 +165,9 @@ def test_fields_of_vllm_reach_the_row(
         "stop": ".",
     }  # fmt: skip
     answer = pool.submit(
-        client.completions.create,
-        model="tiny",
-        prompt=[5],
-        logit_bias={"9": -3},
-        extra_body=extra,
+        client.completions.create, model="tiny", prompt=[5], logit_bias={"9": -3}, extra_body=extra,
         **options,
-    )
+    )  # fmt: skip
     submission = service.controller.next_submission()
     assert (submission.arrival.priority, submission.queue_timeout_us,
             submission.arrival.max_tokens) == (-3, 9_000_000, 16)  # fmt: skip

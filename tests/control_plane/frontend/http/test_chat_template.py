@@ -35,11 +35,9 @@ TURNS = """{%- set ns = namespace(system='') -%}
 {%- endif -%}"""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "ü": "<&>"}},
-    }
-]
+    {"type": "function",
+     "function": {"name": "weather", "parameters": {"type": "object", "ü": "<&>"}}}
+]  # fmt: skip
 CHAT = [
     {"role": "system", "content": "Be brief.", "name": None},
     {"role": "user", "content": "Who is <there>?\n"},

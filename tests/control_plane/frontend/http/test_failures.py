@@ -50,12 +50,9 @@ def test_a_failure_has_its_id_its_origin_and_an_end(
     if writer is ChatWriter:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
     asked = pool.submit(
-        httpx.post,
-        f"{service.url}/v1/{path}",
-        json=body | {"stream": is_stream},
-        headers=ORIGIN,
+        httpx.post, f"{service.url}/v1/{path}", json=body | {"stream": is_stream}, headers=ORIGIN,
         timeout=WAIT_S,
-    )
+    )  # fmt: skip
     deliver(service, HELLO)
     answer = asked.result(WAIT_S)
     assert answer.headers["X-Request-Id"] == "mine"

@@ -112,14 +112,9 @@ def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(
     def complete() -> tuple[str, Any, str, int]:
         options: Any = {"stream_options": {"include_usage": True}} if is_stream else {}
         got: Any = client.completions.create(
-            model="tiny",
-            prompt="who",
-            echo=True,
-            logprobs=1,
-            max_tokens=max_tokens,
-            stream=is_stream,
-            **options,
-        )
+            model="tiny", prompt="who", echo=True, logprobs=1, max_tokens=max_tokens,
+            stream=is_stream, **options,
+        )  # fmt: skip
         chunks = list(got) if is_stream else [got]
         choices = [choice for chunk in chunks for choice in chunk.choices]
         fields = ("tokens", "token_logprobs", "text_offset", "top_logprobs")

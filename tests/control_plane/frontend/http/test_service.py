@@ -47,12 +47,9 @@ def folder(tmp_path_factory):
 def service(folder):
     limits = ModelLimits(WORDY.vocab_size, 256, (1,))
     served = Served(
-        limits,
-        load_tokenizer(folder),
-        folder,
-        "harness.services.hash_members:build_wordy",
+        limits, load_tokenizer(folder), folder, "harness.services.hash_members:build_wordy",
         "harness.services.hash_members:build_prefill",
-    )
+    )  # fmt: skip
     config = replace(CONFIG, service=replace(CONFIG.service, served_model_name="wordy"))
     service = forked_service(config, served)
     try:

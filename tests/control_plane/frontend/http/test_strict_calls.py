@@ -79,12 +79,9 @@ def sampled(masks, tokenizer, grammar, begin, number):
     """Sample at temperature 1 from random logits, behind the beginning of a call."""
     num_tokens = tokenizer.get_vocab_size()
     params = SamplingParams(
-        temperature=1.0,
-        seed=number,
-        max_tokens=400,
-        stop_token_ids=(EOS,),
+        temperature=1.0, seed=number, max_tokens=400, stop_token_ids=(EOS,),
         logit_bias=((EOS, 6.0),),
-    )
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(number)
     output = tokenizer.encode(begin, add_special_tokens=False).ids
     while output[-1] != EOS and len(output) < 400:

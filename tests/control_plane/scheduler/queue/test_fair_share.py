@@ -11,13 +11,11 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, WindowDone
 
 steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.sampled_from("abc"), st.integers(1, 300)),
-        st.tuples(st.just("place"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("window"), st.integers(1, 4), st.just(0)),
-    ),
+    st.one_of(st.tuples(st.just("arrive"), st.sampled_from("abc"), st.integers(1, 300)),
+              st.tuples(st.just("place"), st.integers(0, 2), st.just(0)),
+              st.tuples(st.just("window"), st.integers(1, 4), st.just(0))),
     max_size=60,
-)
+)  # fmt: skip
 
 
 class PlainCounters:

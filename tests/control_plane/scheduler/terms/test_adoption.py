@@ -71,15 +71,13 @@ def test_a_request_of_an_earlier_controller_goes_on_over_its_pages():
 
 @pytest.mark.parametrize(
     ("runs", "fields"),
-    [
-        (PAGES[:1], {}),
-        (PAGES[1:], {}),
-        ((PAGES[0], TargetRun(0, 1, 1, 4), PAGES[1]), {}),
-        (PAGES, {"prompt_len": 194}),
-        (PAGES, {"is_recomputed": True}),
-    ],
+    [(PAGES[:1], {}),
+     (PAGES[1:], {}),
+     ((PAGES[0], TargetRun(0, 1, 1, 4), PAGES[1]), {}),
+     (PAGES, {"prompt_len": 194}),
+     (PAGES, {"is_recomputed": True})],
     ids=["the end is missing", "the start is missing", "twice", "it has more tokens", "asked for"],
-)
+)  # fmt: skip
 def test_a_request_without_all_its_pages_is_prefilled_again(runs, fields):
     story = Story((7, runs))
     (transfer,) = story.back(7, **fields).transfers
@@ -183,14 +181,12 @@ def test_a_request_of_an_earlier_controller_goes_on_with_its_state_where_that_li
 
 @pytest.mark.parametrize(
     ("runs", "restarts"),
-    [
-        ((*PAGES, STATE), ((7, 148, 148),)),
-        ((*PAGES, STATE), ()),
-        (PAGES, ((7, 149, 149),)),
-        ((*PAGES, STATE, STATE._replace(instance=0)), ((7, 149, 149),)),
-    ],
+    [((*PAGES, STATE), ((7, 148, 148),)),
+     ((*PAGES, STATE), ()),
+     (PAGES, ((7, 149, 149),)),
+     ((*PAGES, STATE, STATE._replace(instance=0)), ((7, 149, 149),))],
     ids=["of another position", "of none", "gone", "in two places"],
-)
+)  # fmt: skip
 def test_a_state_that_is_of_no_use_is_made_again_and_pages_stay(runs, restarts):
     story = Story((7, runs), restarts=restarts, carry_pages=2)
     (transfer,) = story.back(7).transfers

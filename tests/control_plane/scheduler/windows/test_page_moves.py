@@ -123,11 +123,9 @@ def test_a_request_that_ends_gives_the_frames_of_both_places_back(has_arrived):
     assert [load.frames_free for load in story.scheduler.loads()] == [NUM_FRAMES] * 2
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [(range(9, 11), 1), (range(2, 5), 0), (range(2, 2), 1)],
-    ids=["a page that is not full", "where it is", "no page"],
-)
+@pytest.mark.parametrize("wish", [(range(9, 11), 1), (range(2, 5), 0), (range(2, 2), 1)], ids=[
+    "a page that is not full", "where it is", "no page"
+])  # fmt: skip
 def test_what_cannot_move_stays(wish):
     story = Story()
     story.wishes = [wish]

@@ -145,12 +145,9 @@ class FailoverCluster(RecoveringCluster):
         is_first = not caller.attempt
         timeout_us = 20_000 if is_first and self.random.random() < self.deadline_share else None
         (caller.stream,) = process.streams.submit(
-            caller.client_id,
-            caller.prompt_ids,
-            [choice],
-            Origin(self.random.choice([0, 0, 0, 1])),
+            caller.client_id, caller.prompt_ids, [choice], Origin(self.random.choice([0, 0, 0, 1])),
             timeout_us,
-        )
+        )  # fmt: skip
         caller.process = process
         self.streams[caller.stream.request_id] = caller.stream
         self.num_resumed += not is_first

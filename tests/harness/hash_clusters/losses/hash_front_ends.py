@@ -51,14 +51,9 @@ class FrontEndProcess(Unobserved):
         self._cluster = cluster
         steps = cluster.config.scheduler.steps_per_window
         self.streams = ReseedingStreams(
-            f"front-end:{index}",
-            1 << 30,
-            self,
-            id_step=NUM_FRONT_ENDS,
-            steps_per_window=steps,
-            is_remote=True,
-            hashes_output=cluster.config.scheduler.offload_host_pages > 0,
-        )
+            f"front-end:{index}", 1 << 30, self, id_step=NUM_FRONT_ENDS, steps_per_window=steps,
+            is_remote=True, hashes_output=cluster.config.scheduler.offload_host_pages > 0,
+        )  # fmt: skip
 
     def opened(self, first_id: int) -> None:
         """A controller takes requests from it."""

@@ -116,15 +116,9 @@ class ModelPipeline(HashPipeline):
         attention, _ = attention_backend("auto", site, kernels.own_attention(model))
         stages, first = [], 0
         for stage, (own, count) in enumerate(zip(ends, pipeline.first_split, strict=True)):
-            weights = StageWeights(
-                self._checkpoint,
-                model,
-                torch.float32,
-                kernels,
-                range(first, first + count),
-                stage == 0,
-                stage == pipeline.num_stages - 1,
-            )
+            weights = StageWeights(self._checkpoint, model, torch.float32, kernels,
+                                   range(first, first + count), stage == 0,
+                                   stage == pipeline.num_stages - 1)  # fmt: skip
             first += count
             frames = FramePool(
                 pipeline.num_places, cluster.num_frames, model.attention.kv_width, torch.float32

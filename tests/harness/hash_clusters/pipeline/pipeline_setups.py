@@ -67,13 +67,10 @@ def chaos_setup(seed: int) -> PipelineSetup:
     num_stages = random.choice([2, 2, 3, 4])
     num_layers = num_stages + random.choice([1, 2, 4])
     pipeline = replace(
-        setup.pipeline,
-        num_stages=num_stages,
-        num_layers=num_layers,
+        setup.pipeline, num_stages=num_stages, num_layers=num_layers,
         max_layers=min(-(-num_layers // num_stages) + random.choice([1, 2, 9]), num_layers),
-        layer_policy="chaos_layers",
-        layout_window=1,
-    )
+        layer_policy="chaos_layers", layout_window=1,
+    )  # fmt: skip
     return setup._replace(pipeline=pipeline)
 
 

@@ -47,10 +47,8 @@ def deepseek_v3():
 
 
 MODELS = {
-    "LlamaAttention": llama,
-    "Qwen3MoeAttention": qwen3_moe,
-    "DeepseekV3Attention": deepseek_v3,
-}
+    "LlamaAttention": llama, "Qwen3MoeAttention": qwen3_moe, "DeepseekV3Attention": deepseek_v3,
+}  # fmt: skip
 
 
 def compiled(attention, policy):

@@ -11,14 +11,10 @@ ROWS = (27, 5, 0, 0)
 
 
 def scrape(rows, waiting=(0, 0, 0, 0), kv=(0.9, 0.2, 0.0, 0.0), form="vllm", at=""):
-    names = {
-        "vllm": (
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-            "vllm:kv_cache_usage_perc",
-        ),
-        "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
-    }[form]
+    names = {"vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting",
+                      "vllm:kv_cache_usage_perc"),
+             "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs",
+                        "sglang:token_usage")}[form]  # fmt: skip
     label = {"vllm": "engine", "sglang": "dp_rank"}[form]
     lines = []
     for name, values in zip(names, (rows, waiting, kv), strict=True):

@@ -61,14 +61,9 @@ def test_known_constants_are_found_again():
 
 def test_a_dense_layer_has_constants_of_its_own():
     known = replace(
-        KNOWN,
-        dense_layers=3,
-        dense_layer_us=250.0,
-        dense_layer_token_us=2.0,
-        dense_layer_token_length_us=0.003,
-        dense_layer_together=16,
-        dense_layer_more_us=5.0,
-    )
+        KNOWN, dense_layers=3, dense_layer_us=250.0, dense_layer_token_us=2.0,
+        dense_layer_token_length_us=0.003, dense_layer_together=16, dense_layer_more_us=5.0,
+    )  # fmt: skip
     found = fit_costs("ours", measured(known, 200, seed=1), 64, 4, dense_layers=3)
     for name in PassCosts.__dataclass_fields__:
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=1e-5), name
