@@ -37,10 +37,7 @@ def tree_of(path):
 
 
 def docstrings(tree):
-    """Yield (line, text, whether it is a module's, class's or function's) of every docstring.
-
-    The others are those of attributes.
-    """
+    """Yield (line, text, whether it is a module's, class's or function's) of every docstring."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for index, statement in enumerate(body if isinstance(body, list) else ()):

@@ -44,10 +44,7 @@ sys.meta_path.insert(0, Blocker())
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory, worker_id):
-    """The wheel of the files that git has, or would have once they are added.
-
-    It is made once, also where several workers share the tests of this file.
-    """
+    """The wheel of the files that git has, or would have once they are added."""
     make = partial(_make_wheel, tmp_path_factory.mktemp("tree"))
     (path,) = made_once(tmp_path_factory, worker_id, "wheel", make).glob("*.whl")
     return zipfile.ZipFile(path)
@@ -171,10 +168,7 @@ TO_NOBODY = [
 
 @pytest.fixture(scope="module")
 def base_install(tmp_path_factory, tiny_checkpoint, worker_id):
-    """Say how a command line ends, (status, output, errors), where only the base is installed.
-
-    All are run once, also where several workers share the tests of this file.
-    """
+    """Say how a command line ends, (status, output, errors), where only the base is installed."""
     lines = [*BASE_IMPORTS.values(), *TO_NOBODY, *NEEDY.values()]
 
     def run_all(answer):

@@ -33,10 +33,7 @@ def test_a_law_has_its_parts_and_a_test_that_exists(name):
 
 
 def citations(text):
-    """Find what names the law at each "(docs/develop/protocol.md...)".
-
-    It is the words after the comma, else those before the parenthesis.
-    """
+    """Find what names the law at each "(docs/develop/protocol.md...)"."""
     words = re.sub(r"\s+(?:(?:#|//|\*) )?\s*", " ", text)
     for before, after in re.findall(
         r"([\w-]+(?: \w+)*) \((?:docs/develop/)?protocol\.md(?:, ([^)]*))?\)", words

@@ -1,8 +1,4 @@
-"""One question, one answer: four programs, asked how much a cluster sustains, agree within 10%.
-
-They are the command of docs/use/quick-start.md, `nanocp simulate sweep`, scheduling_quality.py and
-paper_figures.py. The cluster is small, so that a question takes seconds.
-"""
+"""One question, one answer: four programs, asked how much a cluster sustains, agree within 10%."""
 
 import json
 import re

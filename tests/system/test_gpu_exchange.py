@@ -1,9 +1,4 @@
-"""The exchange of GPUs between real processes, interpreted, over shared memory, with delays.
-
-tests/data_plane/transport/test_shm_exchange.py does the same for the CPU's exchange; here the
-interpreter takes minutes for as many layers. That one-deep regions are seen to fail is in
-tests/data_plane/kernels/test_routed_exchange.py.
-"""
+"""The exchange of GPUs between real processes, interpreted, over shared memory, with delays."""
 
 import os
 import subprocess

@@ -1,7 +1,4 @@
-"""All kernels that whole steps launch compile for sm_90, specialised as a launch does it.
-
-See tests/harness/gpu/launch_compilation.py.
-"""
+"""All kernels that whole steps launch compile for sm_90, specialised as a launch does it."""
 
 import json
 import os

@@ -117,10 +117,7 @@ def test_both_benchmarks_count_the_same(python, service, tiny_checkpoint, tmp_pa
 
 @pytest.fixture(scope="module")
 def paced_server():
-    """A server whose first token takes 400 ms and each later one 40 ms, by its own clock.
-
-    Two runs of a service differ by what else its machine does; of this one they hardly do.
-    """
+    """A server whose first token takes 400 ms and each later one 40 ms, by its own clock."""
 
     class Paced(BaseHTTPRequestHandler):
         def do_POST(self):

@@ -178,10 +178,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def calls(service: Service) -> Iterator[dict[str, grpc.MultiCallable]]:
-    """Bytes that are no messages are refused by both methods, while a request runs.
-
-    Afterwards the cluster is as it was.
-    """
+    """Bytes that are no messages are refused by both methods, while a request runs."""
     with Client(service.address) as client, grpc.insecure_channel(service.address) as channel:
         running = client.generate(
             [5], max_tokens=900, seed=1, request_id="running", timeout_s=150, ignore_eos=True

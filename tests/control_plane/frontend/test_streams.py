@@ -21,10 +21,7 @@ FRONT_END = "front:1"
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
-    """A request of n tokens (token i has id 100 + i), and deliveries of them.
-
-    Each is delivered at least once, in any order, and some beyond the end.
-    """
+    """A request of n tokens (token i has id 100 + i), and deliveries of them."""
     num_tokens = draw(st.integers(1, 12))
     indices = draw(
         st.permutations(

@@ -80,10 +80,7 @@ def test_an_incomplete_character_stays_back_until_it_is_complete() -> None:
 
 @st.composite
 def stopped_outputs(draw: st.DrawFn) -> tuple[list[int], StopStrings, int]:
-    """Ids of a repetitive text in pieces of any size, and stop strings.
-
-    Some stop strings are in the text and some are not.
-    """
+    """Ids of a repetitive text in pieces of any size, and stop strings."""
     pieces = draw(st.lists(
         st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]), min_size=1,
     ))  # fmt: skip

@@ -1,8 +1,4 @@
-"""Which instance may deliver which token, in examples.
-
-tests/harness/hash_clusters/hash_cluster.py asserts for every token of every seed that the rule is
-exact for what a real scheduler decides; its seeds re-bind all the time.
-"""
+"""Which instance may deliver which token, in examples."""
 
 from __future__ import annotations
 

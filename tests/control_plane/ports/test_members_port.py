@@ -1,8 +1,4 @@
-"""What a client can do at the ports of a running service, with and without an API key.
-
-It can send requests, and do nothing that only members may. Real processes and real sockets. Each
-attack has a control, which shows that it works where the secret is known or not asked for.
-"""
+"""What a client can do at the ports of a running service, with and without an API key."""
 
 from __future__ import annotations
 

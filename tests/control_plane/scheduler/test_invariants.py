@@ -97,10 +97,7 @@ FAULTS = [
 
 
 def rich_scheduler():
-    """Make a scheduler with requests of every kind: (it, the instances' tables).
-
-    Some run on one instance and on many, some are in transfer, wait, or left frames in quarantine.
-    """
+    """Make a scheduler with requests of every kind: (it, the instances' tables)."""
     scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig(policy="dual_balanced"))
     arrivals = [
         Arrival(1, 100, 50, needs_prefill=False),

@@ -1,7 +1,4 @@
-"""The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table.
-
-Each law of a window has its test here too.
-"""
+"""The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table."""
 
 from __future__ import annotations
 

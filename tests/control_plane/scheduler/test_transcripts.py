@@ -177,10 +177,7 @@ class Story:
             self.windows_done[instance] += 1
 
     def cmd_served(self, names: list[str], pairs: dict[str, str]) -> None:
-        """Let N requests, 1001 and so on, come and end one after the other, after T tokens each.
-
-        served N tokens=T
-        """
+        """Let N requests, 1001 and so on, come and end one after the other, after T tokens each."""
         tokens = int(pairs["tokens"])
         for _ in range(int(names[0])):
             self.num_served += 1

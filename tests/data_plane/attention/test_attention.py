@@ -1,7 +1,4 @@
-"""Paged attention: the fast path agrees with the slow reference for every layout of frames.
-
-It copies no more than it may.
-"""
+"""Paged attention: the fast path agrees with the slow reference for every layout of frames."""
 
 import pytest
 import torch

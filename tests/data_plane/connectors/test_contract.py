@@ -1,8 +1,4 @@
-"""The connector between a fake vLLM and recorded rings: every page is the one cut from dense KV.
-
-The fake overwrites a block that was freed, splits prompts into chunks of any size, preempts
-running prompts, shares the blocks of common prefixes, and is asked to abort at any step.
-"""
+"""The connector between a fake vLLM and recorded rings: every page is the one cut from dense KV."""
 
 from __future__ import annotations
 

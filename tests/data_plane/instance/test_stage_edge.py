@@ -1,7 +1,4 @@
-"""What a stage refuses: passes for another table or layout, layers out of order, absent KV.
-
-Whole pipelines are in tests/hash_clusters/test_hash_pipeline.py.
-"""
+"""What a stage refuses: passes for another table or layout, layers out of order, absent KV."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The checkpoint that ships: small enough, with the tensors it names, and exact in a cluster.
-
-All other tests use random weights: the wide margins of a trained model hide small errors.
-"""
+"""The checkpoint that ships: small enough, with the tensors it names, and exact in a cluster."""
 
 import pytest
 from tokenizers import Tokenizer

@@ -1,7 +1,4 @@
-"""The GPU's benchmarks run with torch and Triton alone, here with small shapes, interpreted.
-
-What they write becomes constants of the simulator.
-"""
+"""The GPU's benchmarks run with torch and Triton alone, here with small shapes, interpreted."""
 
 import json
 import os

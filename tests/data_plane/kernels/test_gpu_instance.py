@@ -60,10 +60,7 @@ class Hopper:
 
 
 def stand_in_for_a_gpu(monkeypatch, folder):
-    """Let an instance take this machine's CPU for a GPU, and run its kernels interpreted.
-
-    Returns the fake CUDA runtime, whose memory is in files of the folder.
-    """
+    """Let an instance take this machine's CPU for a GPU, and run its kernels interpreted."""
     library = FakeCudart(folder)
     monkeypatch.setattr(gpu, "load_runtime", lambda device: CudaRuntime(library, device))
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")

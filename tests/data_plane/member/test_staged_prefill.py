@@ -1,9 +1,4 @@
-"""Stages of the prefill: their pages are the reference's, and what goes wrong is said by name.
-
-Real stages with real rings between and behind them, in threads instead of processes, which one
-stage alone is in a service too. The processes are in
-tests/nanocp/serve/test_staged_prefill_service.py.
-"""
+"""Stages of the prefill: their pages are the reference's, and what goes wrong is said by name."""
 
 from dataclasses import replace
 from random import Random

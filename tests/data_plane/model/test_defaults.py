@@ -1,8 +1,4 @@
-"""A field that config.json lacks means what it means in `transformers`, or is refused by name.
-
-For every family and every field, the file without it, with null in its place, or with another of
-its names must be read as the file that `transformers` 5.24.0 writes after it has read the same.
-"""
+"""A field that config.json lacks means what it means in `transformers`, or is refused by name."""
 
 import json
 from functools import cache

@@ -1,7 +1,4 @@
-"""Logits of prefill and decode are `transformers`', with KV and experts split over instances.
-
-Tokens are forced, so that every step is compared, whatever the step before it would have chosen.
-"""
+"""Logits of prefill and decode are `transformers`', with KV and experts split over instances."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""The compiled kernels against the torch functions, which are their slow references.
-
-The last tests are about how the kernels are built, cached and chosen.
-"""
+"""The compiled kernels against the torch functions, which are their slow references."""
 
 import itertools
 import math

@@ -1,7 +1,4 @@
-"""Mixtures in one native call: bit-equal to their parts, on any processors, in any order.
-
-What ends a wait has the exchange's words, and leaves a mixture that works.
-"""
+"""Mixtures in one native call: bit-equal to their parts, on any processors, in any order."""
 
 import os
 import random

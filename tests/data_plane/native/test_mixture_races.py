@@ -1,8 +1,4 @@
-"""C++ of the mixture and of TCP without Python: under ThreadSanitizer, and what runs when.
-
-Instances are threads, each with processors of its own. ThreadSanitizer sees a store that no release
-announces, which an x86 machine never shows. Without it, the driver compares outputs only.
-"""
+"""C++ of the mixture and of TCP without Python: under ThreadSanitizer, and what runs when."""
 
 import os
 import shutil

@@ -1,7 +1,4 @@
-"""Memory that processes map of each other: the calls of the CUDA runtime, and who meets whom.
-
-The runtime is a fake one whose memory is in files; each instance here plays a process.
-"""
+"""Memory that processes map of each other: the calls of the CUDA runtime, and who meets whom."""
 
 import ctypes
 import os

@@ -88,10 +88,7 @@ Prefilled = tuple[list[tuple[int, torch.Tensor]], CarryPool | None]
 def known_prefill(
     checkpoint: Path, model: ModelConfig, dtype: torch.dtype, chunk_tokens: int
 ) -> Callable[[tuple[int, ...], int, CarryPool | None], Prefilled]:
-    """A prefill that computes each prompt once, for all clusters that play it.
-
-    Returns its pages, and the pool, given or earlier, whose frame 0 has its state.
-    """
+    """A prefill that computes each prompt once, for all clusters that play it."""
     weights = load_weights(checkpoint, model, dtype, range(model.num_experts))
     known: dict[tuple[tuple[int, ...], int, int], Prefilled] = {}
 
@@ -262,10 +259,7 @@ class DecodeCluster:
         return arrival
 
     def _back(self, preempted: Preempted, prompt: Prompt) -> Arrival:
-        """The arrival that a preempted request comes back as, with all its tokens.
-
-        No window is in flight, so every token is here.
-        """
+        """The arrival that a preempted request comes back as, with all its tokens."""
         prompt.num_preemptions += 1
         assert preempted.num_tokens == len(prompt.known_ids), (
             "the scheduler knows the row's position"

@@ -1,8 +1,4 @@
-"""Stories of a real cluster that disturb rows, and how each may be played.
-
-Enters: a checkpoint, how it is played. Leaves: prompts with their outputs. Does not know: which
-tokens are right, pytest.
-"""
+"""Stories of a real cluster that disturb rows, and how each may be played."""
 
 from __future__ import annotations
 

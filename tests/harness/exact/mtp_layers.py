@@ -1,8 +1,4 @@
-"""Checkpoints of random weights get an MTP layer, some of whose drafts are right.
-
-Enters: a checkpoint folder. Leaves: the same folder with a layer more, under the names of DeepSeek
-and GLM-4.5. Does not know: what a draft is for.
-"""
+"""Checkpoints of random weights get an MTP layer, some of whose drafts are right."""
 
 from __future__ import annotations
 

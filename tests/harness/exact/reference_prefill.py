@@ -1,8 +1,6 @@
 """The reference prefill: the whole model over a prompt, chunk by chunk, yielding KV page by page.
 
-Enters: all weights, a prompt. Leaves: pages of KV, and the prompt's log probabilities where
-they are asked for. Does not know: frames, rings, tickets. It never samples: decode's first step
-takes the last prompt token. (The paper's section 3.)
+It never samples: decode's first step takes the last prompt token. (The paper's section 3.)
 
 Legend: T tokens of a chunk, X hidden, V a head's values, H heads, E width of a head's keys, W width
 of KV, L layers, S = 64.
@@ -60,10 +58,7 @@ def prefill_pages(
 
 @torch.inference_mode()
 def _run_chunk(weights, config, token_ids, begin, kv_LTW, is_output_wanted, carry):
-    """Write a chunk's KV to its place; return the hidden states after the last layer, [T, X].
-
-    If no output is wanted, it stops once the last layer's KV is written, and returns its input.
-    """
+    """Write a chunk's KV to its place; return the hidden states after the last layer, [T, X]."""
     end = begin + len(token_ids)
     position_T = torch.arange(begin, end)
     x_TX = weights.embedding[torch.tensor(token_ids)]

@@ -1,7 +1,4 @@
-"""States of rows in linear attention layers, compared, and how late they are folded.
-
-Enters: two pools; a depth. Leaves: a failed assertion. Does not know: how a state got there.
-"""
+"""States of rows in linear attention layers, compared, and how late they are folded."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ def assert_same_state(seen: CarryPool, expected: CarryPool, num_tokens: int) -> 
 
 @contextmanager
 def depth_of_states(depth: int) -> Iterator[None]:
-    """Let all that is built meanwhile in this process keep so many newest tokens as records.
-
-    Sizes of states and their pages follow. No configuration asks for another depth than
-    CARRY_DEPTH: drafts, which would, are refused for models with states.
-    """
+    """Let all that is built meanwhile in this process keep so many newest tokens as records."""
     pool = CarryPool.__init__
     (page_bytes, _, *others) = pool.__defaults__ or ()
     with (

@@ -1,9 +1,8 @@
 """Runs named checks one after the other, so that a run can stop and go on later.
 
-Enters: (name, check) pairs and the results of an earlier run. Leaves: a result for each check that
-was reached. A check fails by raising. One that faults on the GPU ends all GPU work of its process,
-so no later check runs in that process. One that does not end is ended with its process, which says
-where it was; the next run goes on behind it.
+A check fails by raising. One that faults on the GPU ends all GPU work of its process, so no later
+check runs in that process. One that does not end is ended with its process, which says where it
+was; the next run goes on behind it.
 """
 
 import faulthandler

@@ -371,10 +371,7 @@ class GpuCluster:
                 mixture.fused.num_programs = self.num_programs
 
     def _capture(self):
-        """Capture all graphs: {instance: {bucket: what replays its graph}}.
-
-        All instances warm up together, bucket by bucket. A graph has a step of every lane.
-        """
+        """Capture all graphs: {instance: {bucket: what replays its graph}}."""
         captures = {}
         for index in self.instances:
             first, *beside = ((lane[index].pool, lane[index].step.run) for lane in self.lanes)

@@ -1,8 +1,7 @@
 """An instance on a GPU that drafts in a service's own loop, beside the same one on a CPU.
 
-Enters: a checkpoint with an MTP layer, how the GPU runs steps. Leaves: tokens and counts of drafts,
-or an AssertionError. A greedy row runs beside one that samples, and on alone when that has ended:
-then the device drafts before the host knows the step's tokens.
+A greedy row runs beside one that samples, and on alone when that has ended: then the device drafts
+before the host knows the step's tokens.
 """
 
 from dataclasses import replace

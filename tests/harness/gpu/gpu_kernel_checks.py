@@ -159,10 +159,7 @@ def captured_lengths_change():
 
 
 def package_checks():
-    """The packages that are installed, against the signatures in published_packages.py.
-
-    DeepGEMM's functions are C++, without a signature that could be read.
-    """
+    """The packages that are installed, against the signatures in published_packages.py."""
     pinned = {
         "flash_mla": ["flash_mla.flash_mla_with_kvcache", "flash_mla.get_mla_metadata"],
         "flash_attn_interface": ["flash_attn_interface.flash_attn_with_kvcache"],

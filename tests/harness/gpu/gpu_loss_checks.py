@@ -31,10 +31,7 @@ MOST_S = 40.0
 
 
 def survives_a_kill(checkpoint, oracle, device="cuda:0", limit_s=240):
-    """Kill one of two processes inside a step; the other one goes on alone, then with a new one.
-
-    Every token is right.
-    """
+    """Kill one of two processes inside a step; the other one goes on alone, then with a new one."""
     with tempfile.TemporaryDirectory() as directory:
         context = torch.multiprocessing.get_context("spawn")
 

@@ -278,11 +278,7 @@ NUM_LAYERS = 3
 
 
 def run_layers(seed):
-    """Run layers of instances that are as far apart in time as their waits let them be.
-
-    The seed draws instances, nodes, rows and the model of memory. Raises AssertionError, or what a
-    wait raises, unless every row is where routes say.
-    """
+    """Run layers of instances that are as far apart in time as their waits let them be."""
     draw, model = random.Random(seed), MODELS[seed % len(MODELS)]
     num_instances, num_layers = draw.choice((2, 2, 3)), NUM_LAYERS
     nodes = draw.randint(2, num_instances)

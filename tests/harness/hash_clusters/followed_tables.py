@@ -1,8 +1,4 @@
-"""Tables that follow a scheduler's plans, as the instances' do; and plans that lost a change.
-
-Enters: plans, or a scheduler that makes them. Leaves: tables, or an AssertionError. Does not know:
-requests, frames.
-"""
+"""Tables that follow a scheduler's plans, as the instances' do; and plans that lost a change."""
 
 from __future__ import annotations
 
@@ -15,10 +11,7 @@ from nanocp.values.table import InstanceTable
 
 
 def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
-    """Apply a window's plans to the tables, as the instances do.
-
-    Raises AssertionError if a digest is wrong.
-    """
+    """Apply a window's plans to the tables, as the instances do."""
     for plan in plans:
         table = tables[plan.instance]
         assert table.digest == plan.base_digest, (

@@ -161,10 +161,7 @@ class HashCluster(HashPlay):
 
     @property
     def judges_drafts(self) -> bool:
-        """Whether each draft depends on all KV of the MTP layer before it.
-
-        A window without drafts writes none. A shared page may have that of another continuation.
-        """
+        """Whether each draft depends on all KV of the MTP layer before it."""
         config, drafts = self.config.scheduler, self.scheduler._rows.drafts
         has_all = config.drafting == "always" and not self.num_narrow_windows
         return bool(drafts.most) and has_all and not config.prefix_sharing
@@ -350,10 +347,7 @@ class HashCluster(HashPlay):
             yield False
 
     def _between_steps(self, process: Process) -> None:
-        """What may be done between two steps.
-
-        Transfers do not wait for the windows that were sent before them; some are still under way.
-        """
+        """What may be done between two steps."""
         instance, posts = process.instance, process.posts
         if instance.pages.copier is not None:
             for _ in range(self.random.choice(self.copies)):

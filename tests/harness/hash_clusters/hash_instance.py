@@ -1,8 +1,5 @@
 """A fake instance whose tokens are wrong exactly if KV was lost, doubled, stale or overwritten.
 
-Enters: plans, tickets and pages, through the instance's interface. Leaves: events and tokens. Does
-not know: tensors, sockets.
-
 Only a step's arithmetic is fake. What happens between steps is the code that serves
 (instance/window_edge.py, instance/page_transfers.py), and a step exchanges what a real one does:
 queries and partials by routes, dispatch and combine with every peer. A step is a generator that
@@ -155,11 +152,7 @@ class HashInstance(WindowEdge):
         run_waiting(self.step(), self._exchange)
 
     def step(self) -> Waiting[None]:
-        """`run_step` as a generator.
-
-        Attention runs where the KV is. The MoE binding merges the partials and sends the row to its
-        experts.
-        """
+        """`run_step` as a generator."""
         with self._one_step() as window:
             inputs = [
                 [
@@ -311,11 +304,7 @@ class HashInstance(WindowEdge):
             self._put(Channel.Q, lane, peer, epoch, len(sent))
 
     def _answer(self, layer: int, epoch: int, lane: WindowLane, peer: int) -> Iterator[Awaited]:
-        """Attend for the rows that a peer sent, and return the partials.
-
-        The step rows of the request in slot s of the Res-route are next to each other in the peer's
-        region.
-        """
+        """Attend for the rows that a peer sent, and return the partials."""
         assert self._window is not None
         requests = [each for each in lane.res_route[peer] for _ in range(self._window.width)]
         awaited = Awaited(Channel.Q.in_lane(lane.number), peer, epoch)

@@ -1,8 +1,5 @@
 """HashInstance's model: no tensors, and each output depends on all inputs.
 
-Enters: tokens and positions. Leaves: KV entries, attention sums, hidden values, tokens; what a
-request must generate. Does not know: instances, frames, windows.
-
 Attention is a sum modulo 2^64, so partials over shards add up, as an LSE merge combines them. A
 token's KV depends on everything before it, as in a real model: prompts that begin alike have the
 same pages.
@@ -52,10 +49,7 @@ def embed(token: int, position: int) -> int:
 
 
 def partial(query: int, kv_sum: int) -> int:
-    """Attention of a query over a shard; kv_sum is the sum of the shard's entries.
-
-    The partials of all shards sum to attention over the whole.
-    """
+    """Attention of a query over a shard; kv_sum is the sum of the shard's entries."""
     return ((query | 1) * kv_sum) & _MASK
 
 
@@ -92,10 +86,7 @@ def draft(hidden: int, right: int, percent: int, vocab_size: int) -> int:
 
 
 def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab_size: int) -> int:
-    """The next token, from the hidden value, the seed and all output ids.
-
-    No stop token comes before min_tokens.
-    """
+    """The next token, from the hidden value, the seed and all output ids."""
     token = _drawn(hidden ^ mix(params.seed), tuple(output_ids)) % vocab_size
     while len(output_ids) + 1 < params.min_tokens and token in params.stop_token_ids:
         token = (token + 1) % vocab_size

@@ -251,10 +251,7 @@ def offloading_config(seed: int) -> Config:
 
 
 def levelling_config(seed: int) -> Config:
-    """cost_aware, with long requests, room and no price on links: pages move all the time.
-
-    Between nodes they do so beside small_moves_between_nodes only.
-    """
+    """cost_aware, with long requests, room and no price on links: pages move all the time."""
     config = draw_config(random := Random(seed))
     cluster = replace(
         config.cluster,

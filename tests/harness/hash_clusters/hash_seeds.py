@@ -21,10 +21,7 @@ from nanocp.values.plan import Arrival, ClusterLost, FinishReason
 
 
 def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
-    """Play a while, then lose an instance.
-
-    Every request ends FAILED, no frame is held, no window follows, later arrivals fail.
-    """
+    """Play a while, then lose an instance."""
     cluster = HashCluster(seed, config=config)
     for _ in range(2000):
         cluster._turn()

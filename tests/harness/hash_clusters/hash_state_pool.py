@@ -1,7 +1,5 @@
 """States of hash rows, folded late as kv/carry_pool.py folds them.
 
-Enters: records of tokens by position; pages. Leaves: states. Does not know: requests, tickets.
-
 A state is spread over all of its pages, and its newest records are on the last: one page that is
 missing, doubled or of another time makes all that follows wrong.
 """

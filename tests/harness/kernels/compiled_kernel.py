@@ -127,10 +127,7 @@ def resource_usage(cubin, name):
 
 
 def spills_in_loop(sass):
-    """Count local loads and stores in innermost loops with a wgmma.
-
-    A loop is what lies between a backward branch and its target.
-    """
+    """Count local loads and stores in innermost loops with a wgmma."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines)
     loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) <= at]

@@ -1,9 +1,4 @@
-"""The slow reference of a fused mixture: a launch for each role, with the same task bodies.
-
-One program runs all tasks of a kind before the next kind begins, so nothing overlaps and nothing is
-awaited. The lint of releases reads these kernels too, because there a store and the release that
-announces it follow each other in the listing.
-"""
+"""The slow reference of a fused mixture: a launch for each role, with the same task bodies."""
 
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 `python tests/harness/kernels/kernel_compilation.py [NAME...]` prints one JSON object: kernel ->
 resources, of all kernels if none is named. It is a process of its own because the interpreter
 (TRITON_INTERPRET) is chosen when a kernel is decorated.
-
-Each function here returns name -> what compiles the kernel.
 """
 
 import json
@@ -84,11 +82,7 @@ def attention_kernels():
 
 
 def exchange_kernels():
-    """Put, wait and take, with the fields of each channel in the latent form.
-
-    Q has position, live flag, q latent and latent KV, RES has partials and LSE. A dispatch carries
-    eight experts, their weights and a hidden state.
-    """
+    """Put, wait and take, with the fields of each channel in the latent form."""
     from data_plane.transport.gpu import triton_exchange as exchange
 
     counts = {"epoch_ptr": "*i64", "error_ptr": "*i64", "count_ptr": "*i32"}

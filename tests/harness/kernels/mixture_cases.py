@@ -60,10 +60,7 @@ class MixtureCase:
     """Weights of two mixtures, and what each instance is given, from a seed."""
 
     def __init__(self, config, form, num_instances, seed, num_epochs=6, keeps_bf16=None, **shape):
-        """config: a ModelConfig, changed by `shape`. form: see native_cases.
-
-        keeps_bf16: experts have values of bf16, and whether the kernels keep them so.
-        """
+        """config: a ModelConfig, changed by `shape`. form: see native_cases."""
         self.model, self.dtype = replace(config, **shape), form[0]
         self.form, self.num_instances, self.num_epochs = form, num_instances, num_epochs
         self.generator = torch.Generator().manual_seed(seed)

@@ -86,10 +86,7 @@ def group_rows(x_TX, expert_TK, place_E, num_here, num_slots):
 
 
 def ungroup_rows(y_ESX, slot_TK, weight_TK):
-    """Sum each row over its experts that are here, weighted: [T, X] in the dtype of y.
-
-    slot_TK: as group_rows gives it. The sum is computed in fp32.
-    """
+    """Sum each row over its experts that are here, weighted: [T, X] in the dtype of y."""
     num_slots = y_ESX.shape[0] * y_ESX.shape[1]
     is_here_TK = slot_TK < num_slots
     y_TKX = y_ESX.flatten(0, 1)[slot_TK.clamp_max(num_slots - 1)].float()

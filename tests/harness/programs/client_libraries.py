@@ -1,9 +1,6 @@
 """Talks to a service with a client library, as its users do, in the libraries' own Python.
 
-    python client_libraries.py LIBRARY URL MODEL
-
-Enters: a service's address. Leaves: one JSON object on standard output: what the library made of
-the answers. Does not know: NanoCP.
+python client_libraries.py LIBRARY URL MODEL
 """
 
 import asyncio

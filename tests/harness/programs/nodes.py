@@ -142,10 +142,7 @@ class Node:
         ]
 
     def kill(self) -> None:
-        """End all processes at once, as a kernel does that panics and reboots.
-
-        Peers see their connections end.
-        """
+        """End all processes at once, as a kernel does that panics and reboots."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)

@@ -1,8 +1,4 @@
-"""Inputs of other people with what is right for each, as files: tests/cases/README.md.
-
-Enters: a file, a service's addresses. Leaves: what the service answered, whole, streamed and over
-gRPC, in one form, and where it differs from what is expected.
-"""
+"""Inputs of other people with what is right for each, as files: tests/cases/README.md."""
 
 from __future__ import annotations
 

@@ -87,10 +87,7 @@ class FakeMember:
         finish: FinishReason | None = None,
         attempt: int = 0,
     ) -> None:
-        """Deliver tokens `first`, `first` + 1, ... of an attempt of a request as one batch.
-
-        `finish` belongs to the last.
-        """
+        """Deliver tokens `first`, `first` + 1, ... of an attempt of a request as one batch."""
         reasons = [None] * (len(ids) - 1) + [finish]
         tokens = [
             Token(self._front_end, request_id, first + i, token_id, reason, attempt=attempt)
@@ -123,10 +120,7 @@ class FakeMember:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of bytes: ids 0..255 are the bytes in the order of the byte-level alphabet.
-
-    Some merges and two special tokens follow.
-    """
+    """A tokenizer of bytes: ids 0..255 are the bytes in the order of the byte-level alphabet."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -88,10 +88,7 @@ class ForgetfulMember(HashInstance):
 
 
 class HashPrefill:
-    """The only stage of a prefill: a prefill_stage.PagesOfStage, and its stage too.
-
-    A log probability is minus the token id; tops are the ids after it.
-    """
+    """The only stage of a prefill: a prefill_stage.PagesOfStage, and its stage too."""
 
     def __init__(self, has_mtp: bool) -> None:
         self._has_mtp = has_mtp

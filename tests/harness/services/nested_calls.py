@@ -1,7 +1,6 @@
 """Answers with calls whose values hold calls of every form, and what is right of each.
 
-Enters: a seed. Leaves: nothing, or an AssertionError with the answer. Each is read whole, in pieces
-and character by character, and cut anywhere.
+Each is read whole, in pieces and character by character, and cut anywhere.
 """
 
 from __future__ import annotations

@@ -25,11 +25,7 @@ CHUNKS = [
 
 
 class Script(rpc.InferenceServicer, rpc.ControlServicer):
-    """A service that answers by the request's id.
-
-    Ids are `fail CODE`, `break` (a failure after one message), `hang`, `ids`; any other gets a
-    stream.
-    """
+    """A service that answers by the request's id."""
 
     def __init__(self) -> None:
         self.last = pb.GenerateRequest()

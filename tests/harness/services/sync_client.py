@@ -2,8 +2,7 @@
 
     PYTHONPATH=tests python -m harness.services.sync_client
 
-Enters: nanocp/client/async_client.py. Leaves: nanocp/client/sync_client.py. Does not know: Python's
-grammar. A table of patterns says in what the two differ.
+A table of patterns says in what the two differ.
 """
 
 import re

@@ -1,8 +1,5 @@
 """The exchange inside one process, for lock-step tests of thousands of clusters and for threads.
 
-Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) for each instance.
-Does not know: processes.
-
 There are two regions of plain arrays, handed out without a copy. So a region that is overwritten
 too early shows here as it would in shared memory.
 """
@@ -141,10 +138,7 @@ class LocalExchange:
         return arrived == epoch
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views of the source's region, once its put has arrived.
-
-        Raises PeerLost, ExchangeTimeout or EpochError.
-        """
+        """Read-only views of the source's region, once its put has arrived."""
         if not self.arrived(channel, source, epoch):
             self._wait(channel, source, epoch)
         return self._hub.regions[channel, source, self._instance, epoch & 1].read_only

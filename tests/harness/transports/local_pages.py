@@ -1,9 +1,6 @@
 """Page rings and page moves within one process, for tests.
 
 Between processes, kv/page_ring.py and kv/peer_rings.py do the same.
-
-Enters: pages, each under its ticket. Leaves: the same pages, in order. Does not know: which tickets
-are valid, frames, processes.
 """
 
 from __future__ import annotations

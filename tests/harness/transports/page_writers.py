@@ -132,10 +132,7 @@ def hold_nixl_ring(cluster_id: str, ring_pages: int, page_bytes: int, pipe: Conn
 def write_nixl_pages(
     cluster_id: str, address: str, num_pages: int, page_bytes: int, pipe: Connection
 ) -> None:
-    """Write pages to a ring that is never emptied until the receiver is lost, then once more.
-
-    Sends the number of each page that was written, then the text of both errors.
-    """
+    """Write pages to a ring that is never emptied until the receiver is lost, then once more."""
     segments = Segments(cluster_id, nixl=NixlAgent(f"{cluster_id} writer"))
     segments.meet([Peer("elsewhere", address)])
     writer = PageRingWriter(segments, 0, LIMITS)

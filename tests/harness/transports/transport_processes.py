@@ -45,10 +45,7 @@ LAYOUT = {
 def processes(
     *bodies: tuple[Callable[..., None], tuple],
 ) -> Iterator[list[tuple[Forked, Connection]]]:
-    """Start each body with its arguments and then one end of a pipe; yield (process, other end).
-
-    Processes that still run at the end are killed.
-    """
+    """Start each body with its arguments and then one end of a pipe; yield (process, other end)."""
     started: list[tuple[Forked, Connection]] = []
     with Listener(family="AF_UNIX") as listener:
         try:

@@ -1,9 +1,4 @@
-"""vLLM's connector interface as it was published, for tests without vLLM.
-
-METHODS has the methods of KVConnectorBase_V1 and SupportsHMA at 0.32.0 that NanocpConnector
-overrides or relies on, with their arguments.
-`tests/system/test_vllm_prefill.py` compares it with the installed package.
-"""
+"""vLLM's connector interface as it was published, for tests without vLLM."""
 
 from __future__ import annotations
 

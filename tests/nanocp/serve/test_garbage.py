@@ -1,7 +1,4 @@
-"""Objects that stay are not visited again.
-
-The test has a process of its own, which the collector belongs to.
-"""
+"""Objects that stay are not visited again."""
 
 import subprocess
 import sys

@@ -22,10 +22,7 @@ STREAMS = {
 
 
 def hasty(options, haste):
-    """Options with pings `haste` times as often as in service.
-
-    An answer may take as long as there, because a busy machine is slow.
-    """
+    """Options with pings `haste` times as often as in service."""
     return [
         (name, value // haste if name.endswith("_ms") and "timeout" not in name else value)
         for name, value in options

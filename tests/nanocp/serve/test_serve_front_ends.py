@@ -1,7 +1,4 @@
-"""`nanocp serve` of a real model loses a front end and the controller by `kill -9`.
-
-Every answer is as if nothing had happened.
-"""
+"""`nanocp serve` of a real model loses a front end and the controller by `kill -9`."""
 
 import os
 import signal

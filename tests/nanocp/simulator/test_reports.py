@@ -34,10 +34,7 @@ STEP = StepTime(100, LayerTime(20.0, 5.0, 5.0, 10.0, 5.0))
 
 
 def by_hand():
-    """Make a run by hand: two requests run, the second with CP, and a third waits.
-
-    It has two windows of 100 us; the scheduler took 4 and 2 us.
-    """
+    """Make a run by hand: two requests run, the second with CP, and a third waits."""
     timeline = TimelineRecorder(
         Run(warm_up_us=1000, measure_us=1200, slo=Slo(tpot_us=80, ttft_us=600))
     )

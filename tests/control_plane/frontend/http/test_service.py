@@ -32,10 +32,7 @@ NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint folder without weights, with a chat template.
-
-    Its tokenizer has the hash model's vocabulary.
-    """
+    """A checkpoint folder without weights, with a chat template."""
     folder = tmp_path_factory.mktemp("words")
     TOKENIZER._tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -174,10 +171,7 @@ def test_a_second_service_on_the_port_is_one_sentence(service):
 
 
 def fuzz(service, max_examples):
-    """Requests to every operation of the service's own OpenAPI document are answered well.
-
-    Some fit the document, and some do not.
-    """
+    """Requests to every operation of the service's own OpenAPI document are answered well."""
     schema = schemathesis.openapi.from_url(f"http://{service.http_address}/openapi.json")
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     statuses = {}

@@ -21,10 +21,7 @@ NUM_FRAMES = 20
 
 
 class Story(FollowedScheduler):
-    """Two instances, and request 1 with ten full pages on instance 0.
-
-    A test wishes moves, and plays the instances.
-    """
+    """Two instances, and request 1 with ten full pages on instance 0."""
 
     def __init__(self, max_moving_pages=256, bounds=None, max_tokens=100):
         cluster = ClusterConfig(

@@ -1,7 +1,6 @@
 """A stage whose tokens are wrong exactly if a layer was left out, doubled, or read wrong KV.
 
-Enters: passes, through instance/stage_edge.py, which is the code that serves. Leaves: hidden values
-and tokens. Does not know: tensors, sockets. Only the arithmetic is fake (hash_model.py).
+Only the arithmetic is fake (hash_model.py).
 """
 
 from __future__ import annotations

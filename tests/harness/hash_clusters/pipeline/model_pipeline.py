@@ -180,10 +180,7 @@ def still_setup(split: tuple[int, ...], **pipeline: Any) -> PipelineSetup:
 
 
 def play_chaos(checkpoint: Path, oracle: Oracle, seed: int, num_requests: int) -> ModelPipeline:
-    """Layers of the checkpoint move up to once a pass, in any way that is legal.
-
-    With every fourth seed rows outgrow the frames.
-    """
+    """Layers of the checkpoint move up to once a pass, in any way that is legal."""
     setup, num_layers = chaos_setup(seed), ModelConfig.from_folder(checkpoint).num_layers
     num_stages = min(setup.pipeline.num_stages, num_layers)
     most = max(even_split(num_layers, num_stages))

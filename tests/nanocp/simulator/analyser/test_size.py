@@ -44,10 +44,7 @@ def test_a_number_that_does_not_divide_the_experts_can_be_enough(monkeypatch, le
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Write a cluster file and a trace of 20 requests a second.
-
-    The cluster has nodes of 2 and 8 small experts; 2 instances have no room for 4 each.
-    """
+    """Write a cluster file and a trace of 20 requests a second."""
     folder = tmp_path_factory.mktemp("size")
     tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
     tree["cluster"] |= {"num_instances": 8, "instances_per_node": 2, "max_model_len": 8192}
