@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from harness.services.cases import Case, ask, cases, wrong
+from harness.services.cases import ask, cases, wrong
 from harness.services.tale_models import MODELS, tale_service
 from nanocp.serve.service import Service
 
@@ -33,13 +33,13 @@ def service_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
     ("case", "way"),
     [pytest.param(case, way, id=f"{case.name}-{way}") for case in CASES for way in case.ways],
 )
-def test_the_answer_is_right(service_of: Callable[[str], Service], case: Case, way: str) -> None:
+def test_the_answer_is_right(service_of, case, way):
     service = service_of(case.model)
     answer = ask(case, way, service.http_address, service.address)
     found = wrong(case, way, answer)
     assert not found, "\n".join([*found, f"{case.source}", f"{answer.body!r:.2000}"])
 
 
-def test_a_case_says_who_says_so() -> None:
+def test_a_case_says_who_says_so():
     for case in CASES:
         assert case.source and case.model in MODELS and case.expected, case.name

@@ -77,9 +77,7 @@ def archive() -> Iterator[tarfile.TarFile]:
         yield opened
 
 
-def test_all_pass_but_those_that_ask_for_other_habits(
-    archive: tarfile.TarFile, tmp_path: Path
-) -> None:
+def test_all_pass_but_those_that_ask_for_other_habits(archive, tmp_path):
     wanted = [*SUPPORT, *(f"tool_parsers/test_{name}_tool_parser" for name in FILES)]
     top = archive.getnames()[0].partition("/")[0]
     for name in wanted:
@@ -112,9 +110,7 @@ FORMS = {
 """Templates of vLLM's examples -> form of calls. The others have forms that are not known."""
 
 
-def test_templates_of_real_models_render_as_transformers_renders_them(
-    archive: tarfile.TarFile,
-) -> None:
+def test_templates_of_real_models_render_as_transformers_renders_them(archive):
     """Each gets what clients echo, and transformers a conversation as its documentation has it."""
     forms, num_rendered = {}, 0
     for entry in archive.getmembers():

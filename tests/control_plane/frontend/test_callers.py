@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -71,9 +70,7 @@ def openai_client(service: Service, key: str, **options: Any) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_client_with_a_key_is_served_by_both_apis(
-    guarded: Service, pool: ThreadPoolExecutor, key: str
-) -> None:
+def test_a_client_with_a_key_is_served_by_both_apis(guarded, pool, key):
     answer = pool.submit(openai_client(guarded, key).completions.create, model="tiny", prompt=[5])
     answer_next(guarded)
     assert answer.result(WAIT_S).usage.total_tokens == 2
@@ -107,9 +104,7 @@ def tenants_of(service: Service, key: str, pool: ThreadPoolExecutor, user: str) 
     return tenants
 
 
-def test_the_tenant_is_the_key_or_without_keys_the_user(
-    service: Service, guarded: Service, pool: ThreadPoolExecutor
-) -> None:
+def test_the_tenant_is_the_key_or_without_keys_the_user(service, guarded, pool):
     assert tenants_of(service, "any", pool, "ann") == {"ann"}
     (first,) = tenants_of(guarded, KEYS[0], pool, "ann")
     (second,) = tenants_of(guarded, KEYS[1], pool, "ann")
@@ -117,7 +112,7 @@ def test_the_tenant_is_the_key_or_without_keys_the_user(
     assert not {KEYS[0], "ann", ""} & {first, second}
 
 
-def test_a_request_without_a_key_is_refused_in_openais_shape(guarded: Service) -> None:
+def test_a_request_without_a_key_is_refused_in_openais_shape(guarded):
     with pytest.raises(openai.AuthenticationError) as raised:
         openai_client(guarded, "first  key").models.list()
     assert raised.value.type == "AuthenticationError" and raised.value.code == "401"
@@ -139,7 +134,7 @@ def test_a_request_without_a_key_is_refused_in_openais_shape(guarded: Service) -
     )
 
 
-def test_a_request_without_a_key_is_refused_by_grpc(guarded: Service) -> None:
+def test_a_request_without_a_key_is_refused_by_grpc(guarded):
     for key in ("", "third"):
         with Client(guarded.address, key) as client:
             for call in (
@@ -163,7 +158,7 @@ def test_a_request_without_a_key_is_refused_by_grpc(guarded: Service) -> None:
     )
 
 
-def test_probes_need_no_key_and_data_of_the_service_does(guarded: Service) -> None:
+def test_probes_need_no_key_and_data_of_the_service_does(guarded):
     for path in PUBLIC_PATHS:
         assert httpx.get(guarded.url + path).status_code == 200, path
     for path in DATA_PATHS:
@@ -183,7 +178,7 @@ def test_probes_need_no_key_and_data_of_the_service_does(guarded: Service) -> No
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_public_status_needs_no_key_and_the_rest_does() -> None:
+def test_a_public_status_needs_no_key_and_the_rest_does():
     config = make_config()
     service_config = replace(config.service, api_keys=KEYS, public_status=True)
     with running(replace(config, service=service_config), model=MODEL) as service:
@@ -192,12 +187,12 @@ def test_a_public_status_needs_no_key_and_the_rest_does() -> None:
         assert httpx.get(f"{service.url}/v1/models").status_code == 401
 
 
-def test_without_keys_every_client_is_admitted() -> None:
+def test_without_keys_every_client_is_admitted():
     assert ApiKeys(()).admit(None) and not ApiKeys(("x",)).admit(None)
 
 
 @pytest.mark.parametrize("key", ["", " x", "x\n", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"])
-def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused(key):
     with pytest.raises(ValueError, match="api_keys has a key that no header can carry") as raised:
         ServiceConfig(api_keys=("fine", key))
     assert "fine" not in str(raised.value), "keys are not repeated"
@@ -206,7 +201,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
 # --- names ---
 
 
-def test_an_answer_over_http_names_its_request(service: Service, pool: ThreadPoolExecutor) -> None:
+def test_an_answer_over_http_names_its_request(service, pool):
     client = openai_client(service, "EMPTY")
     for headers, body, name in (
         ({}, {}, None),
@@ -222,7 +217,7 @@ def test_an_answer_over_http_names_its_request(service: Service, pool: ThreadPoo
         assert name in (None, completion._request_id)
 
 
-def test_refusals_are_named_too_and_no_name_can_forge_a_header(service: Service) -> None:
+def test_refusals_are_named_too_and_no_name_can_forge_a_header(service):
     body = {"prompt": [5], "max_tokens": -1}
     response = httpx.post(
         f"{service.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}
@@ -240,9 +235,7 @@ def test_refusals_are_named_too_and_no_name_can_forge_a_header(service: Service)
     ("", (("x-request-id", "theirs"),), "theirs"),
     (STRANGE, (), "caf%C3%A9%0D%0AX-Forged"),
 ])  # fmt: skip
-def test_an_answer_over_grpc_names_its_request(
-    service: Service, request_id: str, metadata: tuple[tuple[str, str], ...], name: str
-) -> None:
+def test_an_answer_over_grpc_names_its_request(service, request_id, metadata, name):
     message = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=[5]))
     with grpc.insecure_channel(service.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -261,7 +254,7 @@ def test_an_answer_over_grpc_names_its_request(
 # --- one too many ---
 
 
-def test_one_connection_too_many_learns_when_to_retry() -> None:
+def test_one_connection_too_many_learns_when_to_retry():
     with running(make_config(max_http_connections=1), model=MODEL) as service:
         host, port = service.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))):
@@ -275,9 +268,7 @@ def test_one_connection_too_many_learns_when_to_retry() -> None:
         assert openai_client(service, "EMPTY", max_retries=5).models.list().data[0].id == "tiny"
 
 
-def test_keys_of_a_file_change_while_the_service_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_a_file_change_while_the_service_runs(tmp_path, caplog, monkeypatch):
     """A file that has no key, or is gone, changes nothing: it would open the service."""
     monkeypatch.setattr("control_plane.frontend.access.api_keys._LOOK_S", 0.0)
     file = tmp_path / "keys"

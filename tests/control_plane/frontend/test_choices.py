@@ -49,9 +49,7 @@ def params_of(submission: Submission) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", [2**63 - 2, None])
-def test_each_choice_is_a_request_with_a_seed_of_its_own(
-    service: Service, seed: int | None
-) -> None:
+def test_each_choice_is_a_request_with_a_seed_of_its_own(service, seed):
     seeds = {} if seed is None else {"seed": seed}
     chunks = service.client.generate(
         [5, 6], n=3, temperature=1.0, max_tokens=2, request_id="three", **seeds
@@ -79,7 +77,7 @@ def test_each_choice_is_a_request_with_a_seed_of_its_own(
     )
 
 
-def test_what_ends_one_choice_with_an_error_ends_all(service: Service) -> None:
+def test_what_ends_one_choice_with_an_error_ends_all(service):
     chunks = service.client.generate([5], n=3, temperature=1.0, request_id="all")
     requests = [service.controller.next_submission().request_id for _ in range(3)]
     service.instance.deliver(requests[0], 0, [7], STOP)
@@ -93,7 +91,7 @@ def test_what_ends_one_choice_with_an_error_ends_all(service: Service) -> None:
     assert service.controller.aborts.empty()
 
 
-def test_an_abort_by_name_ends_every_choice_and_frees_the_name(service: Service) -> None:
+def test_an_abort_by_name_ends_every_choice_and_frees_the_name(service):
     chunks = service.client.generate([5], n=2, temperature=1.0, request_id="two")
     requests = [service.controller.next_submission().request_id for _ in range(2)]
     with pytest.raises(InvalidArgument, match="request_id 'two' is running"):
@@ -136,8 +134,8 @@ def test_an_abort_by_name_ends_every_choice_and_frees_the_name(service: Service)
     ],
 )
 def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
-    service: Service, options: dict, last_id: int, stop_reason: int | str | None, text: str
-) -> None:
+    service, options, last_id, stop_reason, text
+):
     ids = [TOKENIZER.encode("x")[0], TOKENIZER.encode("y")[0], last_id]
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(
@@ -157,7 +155,7 @@ def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
     assert choice.finish.stop_reason == (last_id if isinstance(stop_reason, int) else stop_reason)
 
 
-def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -> None:
+def test_one_answer_holds_what_the_stream_would_have_brought(service):
     async def ask() -> Generation:
         async with AsyncClient(service.address) as client:
             return await client.generate_unary(
@@ -193,7 +191,7 @@ def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -
         service.client.generate_unary([5], max_tokens=0)
 
 
-def test_a_call_in_one_answer_that_is_given_up_is_aborted(service: Service) -> None:
+def test_a_call_in_one_answer_that_is_given_up_is_aborted(service):
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(
             service.client.generate_unary, [5], n=2, temperature=1.0, timeout_s=2.0
@@ -206,7 +204,7 @@ def test_a_call_in_one_answer_that_is_given_up_is_aborted(service: Service) -> N
 # --- without any API ---
 
 
-def test_the_core_needs_no_api() -> None:
+def test_the_core_needs_no_api():
     """The core works without an API.
 
     Without max_tokens a request may use all that the model's length leaves. No special tokens are
@@ -253,7 +251,7 @@ def logprobs_of(first: int, count: int) -> list[TokenLogprobs]:
     ]
 
 
-def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Service) -> None:
+def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service):
     prompt = [position % 300 for position in range(3000)]
     chunks = service.client.generate(prompt, n=2, temperature=1.0, max_tokens=1, prompt_logprobs=1)
     first, second = (service.controller.next_submission() for _ in range(2))
@@ -270,9 +268,7 @@ def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Serv
     assert {chunk.index: chunk.token_ids for chunk in received[3:]} == {0: (7,), 1: (8,)}
 
 
-def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(
-    service: Service,
-) -> None:
+def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(service):
     for prompt in ([5], [5, 6]):
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(
@@ -284,9 +280,7 @@ def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(
             assert list(answer.result(WAIT_S).prompt_logprobs) == logprobs_of(1, len(prompt) - 1)
 
 
-def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
-    service: Service,
-) -> None:
+def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(service):
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
     service.front_end.ended(Ended(
         service.controller.next_submission().request_id, FinishReason.REFUSED,
@@ -298,8 +292,8 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another_request(
-    service: Service, monkeypatch: pytest.MonkeyPatch, has_ended: bool
-) -> None:
+    service, monkeypatch, has_ended
+):
     """The prefill died after its pages, and before these left it."""
     monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
     chunks = service.client.generate([5, 6, 9], max_tokens=2, prompt_logprobs=2, seed=3)
@@ -328,9 +322,7 @@ def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another
     assert [i for chunk in received for i in chunk.token_ids] == [7, 8]
 
 
-def test_a_request_whose_prompts_log_probabilities_are_lost_each_time_fails(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_prompts_log_probabilities_are_lost_each_time_fails(service, monkeypatch):
     monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
     requests = [service.controller.next_submission()]
@@ -344,7 +336,7 @@ def test_a_request_whose_prompts_log_probabilities_are_lost_each_time_fails(
     assert service.controller.aborts.empty()
 
 
-def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -> None:
+def test_a_resumed_request_does_not_ask_for_its_prompt_again(service):
     chunks = service.client.generate([5, 6], max_tokens=2, prompt_logprobs=0)
     request = service.controller.next_submission().request_id
     service.prefill.send_prompt_logprobs(request, 1, logprobs_of(1, 1))
@@ -366,14 +358,12 @@ def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -
      ("prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: "
       "at most 262144 numbers")),
 ])  # fmt: skip
-def test_too_many_logprobs_of_a_prompt_are_refused(
-    service: Service, num_top: int, prompt_len: int, sentence: str
-) -> None:
+def test_too_many_logprobs_of_a_prompt_are_refused(service, num_top, prompt_len, sentence):
     with pytest.raises(InvalidArgument, match=sentence):
         next(service.client.generate([5] * prompt_len, prompt_logprobs=num_top))
 
 
-def test_nothing_is_known_of_a_prompt_with_synthetic_kv() -> None:
+def test_nothing_is_known_of_a_prompt_with_synthetic_kv():
     sentence = "prompt_logprobs cannot be used: KV is synthetic"
     with (
         running(limits=replace(LIMITS, has_prefill=False)) as service,
@@ -387,9 +377,7 @@ def test_nothing_is_known_of_a_prompt_with_synthetic_kv() -> None:
     (2, 3, "prompt has 2 prompts, and n is 3; this cluster can hold and queue 4 choices"),
     (5, 1, "prompt has 5 prompts, and n is 1; this cluster can hold and queue 4 choices"),
 ])  # fmt: skip
-def test_more_choices_than_ever_fit_are_the_clients_mistake(
-    num_prompts: int, n: int, sentence: str
-) -> None:
+def test_more_choices_than_ever_fit_are_the_clients_mistake(num_prompts, n, sentence):
     """Before any of them is submitted; what a later attempt may get is refused as before."""
     controller = FakeController()
 

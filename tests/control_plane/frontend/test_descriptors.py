@@ -35,7 +35,7 @@ def is_closed(client: socket.socket) -> bool:
         return True
 
 
-def test_health_is_answered_while_idle_clients_hold_every_connection() -> None:
+def test_health_is_answered_while_idle_clients_hold_every_connection():
     with running(make_config(max_http_connections=2), model=MODEL) as service, ExitStack() as stack:
         host, port = service.url.removeprefix("http://").split(":")
         held = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(50)]
@@ -49,7 +49,7 @@ def test_health_is_answered_while_idle_clients_hold_every_connection() -> None:
         assert held[0].recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_metrics_are_answered_while_silent_clients_hold_threads() -> None:
+def test_metrics_are_answered_while_silent_clients_hold_threads():
     server = StatusServer(CollectorRegistry(), bytes, OperatorKeys(ServiceConfig()))
     port = server.serve("127.0.0.1", 0)
     with ExitStack() as stack:
@@ -62,8 +62,8 @@ def test_metrics_are_answered_while_silent_clients_hold_threads() -> None:
 
 
 def test_a_connection_that_would_take_the_last_descriptors_is_closed_and_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caplog, monkeypatch
+):
     monkeypatch.setattr(descriptors, "_SAY_S", 1000.0)
     with Listener() as listener, ExitStack() as stack:
         listener.bind(("127.0.0.1", 0))
@@ -97,9 +97,7 @@ def test_the_apis_share_what_the_limit_leaves(
     assert max_connections(replace(CONFIG.service, **service), NUM_INSTANCES) == expected
 
 
-def test_a_limit_that_leaves_nothing_is_refused_with_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_limit_that_leaves_nothing_is_refused_with_what_is_needed(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     with pytest.raises(
         ValueError, match=rf"100 files .* \(ulimit -n\); the service needs {NEEDED + 2}"
@@ -111,9 +109,7 @@ def test_a_limit_that_leaves_nothing_is_refused_with_what_is_needed(
     ("before", "after"),
     [((1024, 5000), (5000, 5000)), ((1024, 10**9), (65536, 10**9)), ((10**6, 10**6), None)],
 )
-def test_the_process_takes_what_the_system_allows(
-    before: tuple[int, int], after: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_takes_what_the_system_allows(before, after, monkeypatch):
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: before)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))

@@ -35,9 +35,7 @@ def service() -> Iterator[nanocp.serve.service.Service]:
         yield service
 
 
-def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(
-    service: nanocp.serve.service.Service,
-) -> None:
+def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(service):
     """Each has a seed of its own: two requests of one number would show."""
     assert len(set(service.addresses)) == 2
 
@@ -63,9 +61,7 @@ def frames_of(instance: InstanceLoad) -> int:
     return instance.frames_free + instance.frames_quarantined
 
 
-def test_every_front_end_knows_what_is_served_and_what_is_decided(
-    service: nanocp.serve.service.Service,
-) -> None:
+def test_every_front_end_knows_what_is_served_and_what_is_decided(service):
     async def ask() -> None:
         async with AsyncClient(service.addresses[1]) as client:
             info = await client.server_info()
@@ -98,9 +94,7 @@ def test_every_front_end_knows_what_is_served_and_what_is_decided(
     asyncio.run(ask())
 
 
-def test_the_prefill_sends_log_probabilities_to_the_front_end_that_asked(
-    service: nanocp.serve.service.Service,
-) -> None:
+def test_the_prefill_sends_log_probabilities_to_the_front_end_that_asked(service):
     for address in service.addresses:
         for length in (1, 2, 500):
             ids = prompt(length, 3)
@@ -112,9 +106,7 @@ def test_the_prefill_sends_log_probabilities_to_the_front_end_that_asked(
             ]
 
 
-def test_a_request_is_found_at_its_own_front_end_only(
-    service: nanocp.serve.service.Service,
-) -> None:
+def test_a_request_is_found_at_its_own_front_end_only(service):
     with Client(service.addresses[0]) as here, Client(service.addresses[1]) as there:
         chunks = here.generate(prompt(100, 5), max_tokens=1500, request_id="here")
         next(chunks)
@@ -128,7 +120,7 @@ def test_a_request_is_found_at_its_own_front_end_only(
 # --- with a scripted controller ---
 
 
-def test_ports_follow_each_other() -> None:
+def test_ports_follow_each_other():
     """Other processes may take the ports at any time."""
     for _ in range(10):
         port = free_ports(3)
@@ -144,12 +136,12 @@ def test_ports_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize(("front_ends", "port"), [(0, 0), (65, 0), (2, 65535)])
-def test_impossible_front_ends_are_refused(front_ends: int, port: int) -> None:
+def test_impossible_front_ends_are_refused(front_ends, port):
     with pytest.raises(ValueError, match=f"front_ends is {front_ends}; it must be from 1 to 64"):
         ServiceConfig(grpc_port=port, front_ends=front_ends)
 
 
-def test_loads_are_unavailable_until_the_cluster_has_started() -> None:
+def test_loads_are_unavailable_until_the_cluster_has_started():
     config = Config(service=ServiceConfig(grpc_port=0))
     front_end = FrontEnd(config, None, LIMITS, MEMBER_SECRETS, Recorder())
     try:
@@ -161,7 +153,7 @@ def test_loads_are_unavailable_until_the_cluster_has_started() -> None:
         front_end.stop("")
 
 
-def test_loads_are_the_controllers_latest() -> None:
+def test_loads_are_the_controllers_latest():
     with running() as service:
         load = ClusterLoad(3, 4, (InstanceLoad(1, 2, 3, 4, 5), InstanceLoad(6, 7, 8, 9, 10)))
         service.front_end.open(service.controller, lambda: load)

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -96,7 +95,7 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize(
     "tokenizer", [TALE, TOKENIZER, COMPOSING, SPLITTING, sentencepiece(), METASPACE]
 )
-def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Tokenizer) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(tokenizer):
     @given(st.lists(WORDS | st.text(max_size=20), max_size=60).map("".join))
     def run(text: str) -> None:
         assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
@@ -120,7 +119,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Tokenizer) -> None:
                            "rstrip": False, "normalized": False, "special": True}]},
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_may_drop_text_has_no_bound(parts: dict[str, object]) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_bound(parts):
     assert changed(**parts).least_tokens("once upon a time " * 1000) == 0
 
 
@@ -129,17 +128,17 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(parts: dict[str, object]) -
     {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
     {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
 ])  # fmt: skip
-def test_one_of_sentencepiece_that_may_drop_text_has_none(parts: dict[str, object]) -> None:
+def test_one_of_sentencepiece_that_may_drop_text_has_none(parts):
     assert sentencepiece(**parts).least_tokens("once upon a time " * 1000) == 0  # type: ignore[arg-type]
 
 
-def test_a_byte_that_is_no_token_weighs_nothing() -> None:
+def test_a_byte_that_is_no_token_weighs_nothing():
     description = {"normalizer": None, "pre_tokenizer": None, "added_tokens": [],
                    "truncation": None, "decoder": None, "model": {"type": "BPE"}}  # fmt: skip
     assert LeastTokens(description, [b"a", b"ab", b"abc"]).of("abab" * 6 + "a") == 13 // 3
 
 
-def test_others_run_while_a_long_text_is_tokenized_and_back() -> None:
+def test_others_run_while_a_long_text_is_tokenized_and_back():
     text = "a " * 100_000
     TALE.encode("the library's first call is another one")
     ids = TALE.encode(text)
@@ -153,7 +152,7 @@ def test_others_run_while_a_long_text_is_tokenized_and_back() -> None:
         assert num_turns >= 5, work
 
 
-def test_a_short_text_waits_for_no_long_one_and_long_ones_wait_for_each_other() -> None:
+def test_a_short_text_waits_for_no_long_one_and_long_ones_wait_for_each_other():
     release, running = threading.Event(), []
 
     def long() -> None:
@@ -179,7 +178,7 @@ def test_a_short_text_waits_for_no_long_one_and_long_ones_wait_for_each_other() 
     asyncio.run(run())
 
 
-def test_a_word_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_cannot_fit_is_not_tokenized(monkeypatch):
     from control_plane.frontend.client_request import ClientRequest
     from control_plane.frontend.validation import ModelLimits, validated
 
@@ -193,7 +192,7 @@ def test_a_word_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch
             validated(request, ModelLimits(2048, 1000, (1,)), TALE)
 
 
-def test_a_checkpoint_is_opened_with_its_bound(tmp_path: Path) -> None:
+def test_a_checkpoint_is_opened_with_its_bound(tmp_path):
     (tmp_path / "tokenizer.json").write_text((ROOT / "models/tale/tokenizer.json").read_text())
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None and tokenizer.least_tokens("a " * 1000) > 50

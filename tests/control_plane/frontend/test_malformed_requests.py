@@ -201,13 +201,13 @@ def calls(service: Service) -> Iterator[dict[str, grpc.MultiCallable]]:
         assert (load.num_running, load.num_waiting, load.instances[0].num_rows) == (0, 0, 0)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_of_them():
     assert len({message.SerializeToString() for message, _, _ in CORPUS}) >= 200
     assert len(set(unreadable())) >= 20
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
-def test_each_mistake_is_named_with_what_would_be_right(calls: dict, method: str) -> None:
+def test_each_mistake_is_named_with_what_would_be_right(calls, method):
     for message, field, right in CORPUS:
         with pytest.raises(grpc.RpcError) as raised:
             calls[method](message.SerializeToString())
@@ -218,7 +218,7 @@ def test_each_mistake_is_named_with_what_would_be_right(calls: dict, method: str
         assert len(sentence) < 300 and sentence.isprintable(), case
 
 
-def test_of_two_mistakes_one_is_named(calls: dict) -> None:
+def test_of_two_mistakes_one_is_named(calls):
     for (one, (values, _)), (other, (others, _)) in itertools.combinations(MISTAKES.items(), 2):
         parameters = pb.SamplingParameters(**{one: values[0], other: others[0]})
         with pytest.raises(grpc.RpcError) as raised:
@@ -229,7 +229,7 @@ def test_of_two_mistakes_one_is_named(calls: dict) -> None:
         assert raised.value.details().startswith((one, other))
 
 
-def test_bytes_that_are_no_message_are_refused_as_such(calls: dict) -> None:
+def test_bytes_that_are_no_message_are_refused_as_such(calls):
     for data in unreadable():
         for call in calls.values():
             with pytest.raises(grpc.RpcError) as raised:
@@ -238,7 +238,7 @@ def test_bytes_that_are_no_message_are_refused_as_such(calls: dict) -> None:
             assert "cannot be read as nanocp.v1.GenerateRequest" in raised.value.details()
 
 
-def test_the_other_methods_say_what_is_wrong_too(service: Service) -> None:
+def test_the_other_methods_say_what_is_wrong_too(service):
     with grpc.insecure_channel(service.address) as channel:
         for method, data, status, sentence in (
             ("Control/Abort", b"", INVALID, "request_ids is empty; name at least one request"),

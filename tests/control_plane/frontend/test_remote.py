@@ -108,7 +108,7 @@ def ids_of(chunks: Any) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
-def test_a_request_and_its_tokens_go_their_ways(remote: Remote) -> None:
+def test_a_request_and_its_tokens_go_their_ways(remote):
     front_end = remote.links[1][1]
     member = FakeMember(Member("instance", 0), front_end.members_address)
     with Client(front_end.address) as client:
@@ -132,7 +132,7 @@ def test_a_request_and_its_tokens_go_their_ways(remote: Remote) -> None:
     assert remote.links[1][0].page("metrics") == b"a page"
 
 
-def test_tokens_wait_for_the_placement_that_allows_them(remote: Remote) -> None:
+def test_tokens_wait_for_the_placement_that_allows_them(remote):
     front_end = remote.links[0][1]
     remote.controller.placed = lambda placement: None
     member = FakeMember(Member("instance", 3), front_end.members_address)
@@ -146,7 +146,7 @@ def test_tokens_wait_for_the_placement_that_allows_them(remote: Remote) -> None:
     member.close()
 
 
-def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None:
+def test_requests_of_a_lost_front_end_run_on_for_a_while(remote):
     first, second = (remote.links[index][1] for index in (0, 1))
     with Client([first.address, second.address]) as client, Client(first.address) as other:
         chunks = client.generate([5], max_tokens=2)
@@ -178,7 +178,7 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
             last.close()
 
 
-def test_another_controller_gets_every_open_request_again(remote: Remote) -> None:
+def test_another_controller_gets_every_open_request_again(remote):
     link, front_end = remote.links[0]
     link._orphan_s = WAIT_S
     # The front end is back before its requests would be ended, however slow it dials.
@@ -202,7 +202,7 @@ def test_another_controller_gets_every_open_request_again(remote: Remote) -> Non
     member.close()
 
 
-def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:
+def test_a_lost_front_end_owes_no_answer(remote):
     assert remote.port.interrupted() == 2
     for _ in range(2):
         assert remote.num_resubmitted.acquire(timeout=WAIT_S)
@@ -216,7 +216,7 @@ def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:
     assert remote.port.interrupted() == 1
 
 
-def test_a_front_end_that_is_lost_is_not_waited_for() -> None:
+def test_a_front_end_that_is_lost_is_not_waited_for():
     with contextlib.closing(Remote()) as remote:
         remote.begin(0)
         accepts = remote.port._attached[0].accepts
@@ -225,14 +225,14 @@ def test_a_front_end_that_is_lost_is_not_waited_for() -> None:
         accepts.result(WAIT_S)
 
 
-def test_the_port_asks_for_the_secret_of_a_front_end(remote: Remote) -> None:
+def test_the_port_asks_for_the_secret_of_a_front_end(remote):
     stranger = RemoteController(remote.address, member_metadata("front end 0", "x"), Observations())
     stranger._dial(FrontEndHello())
     with pytest.raises(grpc.RpcError, match=REFUSED):
         next(stranger._call)
 
 
-def test_observations_are_the_same_calls_elsewhere() -> None:
+def test_observations_are_the_same_calls_elsewhere():
     observations, recorder = Observations(), Recorder()
     assert observations.take() == b""
     ended = EndedRequest(3, 2, 9, 0.5, None, None, None, "mine", 8)
@@ -276,15 +276,11 @@ def times_dialled(
     return num_dials
 
 
-def test_another_controller_is_waited_for_as_long_as_configured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_controller_is_waited_for_as_long_as_configured(monkeypatch):
     began_s = time.monotonic()
     assert 2 <= times_dialled(monkeypatch, orphan_ms=500) <= 12  # It dials every 50 ms at most.
     assert time.monotonic() - began_s >= 0.45
 
 
-def test_a_front_end_does_not_wait_when_nobody_could_start_a_controller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_front_end_does_not_wait_when_nobody_could_start_a_controller(monkeypatch):
     assert times_dialled(monkeypatch, orphan_ms=600_000, orphaned=True) == 1

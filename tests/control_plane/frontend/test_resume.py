@@ -53,9 +53,7 @@ def row_of(submission: Submission) -> RowInput:
     return decode_row_input(submission.arrival.row_start)
 
 
-def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(
-    service: Service, stub: rpc.InferenceStub
-) -> None:
+def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(service, stub):
     sampling = {
         "temperature": 0.5, "seed": 11, "repetition_penalty": 1.5, "max_tokens": 5, "logprobs": 1,
     }  # fmt: skip
@@ -74,9 +72,7 @@ def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(
     assert responses[-1].finish.generated_tokens == 5
 
 
-def test_tokens_of_an_attempt_before_the_clients_are_dropped(
-    service: Service, stub: rpc.InferenceStub
-) -> None:
+def test_tokens_of_an_attempt_before_the_clients_are_dropped(service, stub):
     call = stub.Generate(request((0, [20]), attempt=2, max_tokens=3), timeout=WAIT_S)
     number = service.controller.next_submission().request_id
     service.instance.deliver(number, 1, [98, 99], LENGTH, attempt=0)
@@ -85,9 +81,7 @@ def test_tokens_of_an_attempt_before_the_clients_are_dropped(
 
 
 @pytest.mark.parametrize("cut", range(len(WORDS)))
-def test_text_and_stop_strings_go_on_across_the_cut(
-    service: Service, stub: rpc.InferenceStub, cut: int
-) -> None:
+def test_text_and_stop_strings_go_on_across_the_cut(service, stub, cut):
     asked = {"stop": ["wn f"], "max_tokens": len(WORDS)}
     first = stub.Generate(
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=pb.SamplingParameters(**asked)),
@@ -112,7 +106,7 @@ def test_text_and_stop_strings_go_on_across_the_cut(
     assert responses[-1].finish.stop_string == "wn f"
 
 
-def test_only_choices_that_have_not_ended_go_on(service: Service, stub: rpc.InferenceStub) -> None:
+def test_only_choices_that_have_not_ended_go_on(service, stub):
     asked = request((2, []), (0, [9]), n=3, temperature=1.0, seed=40, max_tokens=2)
     answer = stub.GenerateUnary.future(asked, timeout=WAIT_S)
     submissions = [service.controller.next_submission() for _ in range(2)]
@@ -123,9 +117,7 @@ def test_only_choices_that_have_not_ended_go_on(service: Service, stub: rpc.Infe
     assert [(choice.index, list(choice.token_ids)) for choice in choices] == [(0, [8]), (2, [3, 4])]
 
 
-def test_a_later_attempt_takes_the_place_of_an_earlier_one(
-    service: Service, stub: rpc.InferenceStub
-) -> None:
+def test_a_later_attempt_takes_the_place_of_an_earlier_one(service, stub):
     def begin(attempt: int) -> Any:
         return stub.Generate(
             request((0, [9]), attempt=attempt, request_id="mine", max_tokens=3), timeout=WAIT_S
@@ -161,9 +153,7 @@ LATE = {"max_tokens": 4, "stop_token_ids": [30], "ignore_eos": True}
     (request((0, []), (0, [])), "resume.choices.1.index is 0; it must be below n (1)"),
     (request((0, []), attempt=0), "resume.attempt is 0; it must be from 1 to 1,000,000"),
 ])  # fmt: skip
-def test_a_resume_that_cannot_be_is_refused_by_its_field(
-    stub: rpc.InferenceStub, message: pb.GenerateRequest, sentence: str
-) -> None:
+def test_a_resume_that_cannot_be_is_refused_by_its_field(stub, message, sentence):
     with pytest.raises(grpc.RpcError) as raised:
         list(stub.Generate(message, timeout=WAIT_S))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -181,7 +171,7 @@ def events(service: Service, path: str, body: dict[str, Any]) -> list[dict[str, 
     return [json.loads(line) for line in lines]
 
 
-def test_http_resumes_by_the_same_fields(service: Service) -> None:
+def test_http_resumes_by_the_same_fields(service):
     resume = {"attempt": 2, "choices": [{"output_ids": WORDS[:2]}]}
     body = {"prompt": [5, 6], "max_tokens": len(WORDS), "resume": resume}
     with ThreadPoolExecutor() as pool:
@@ -203,9 +193,7 @@ def test_http_resumes_by_the_same_fields(service: Service) -> None:
     ({"resume": {"choices": [{"output_ids": [300]}]}}, "resume.choices.0.output_ids has 300"),
     ({"resume": {"attempt": 1}}, "resume.choices is absent"),
 ])  # fmt: skip
-def test_http_refuses_a_resume_that_cannot_be(
-    service: Service, more: dict[str, Any], sentence: str
-) -> None:
+def test_http_refuses_a_resume_that_cannot_be(service, more, sentence):
     body = {"prompt": "a", "stream": True, "resume": {"choices": [{}]}} | more
     response = httpx.post(f"{service.url}/v1/completions", json=body, timeout=WAIT_S)
     assert response.status_code == 400, response.text

@@ -38,9 +38,7 @@ def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
 
 
 @given(deliveries())
-def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(
-    delivery: tuple[int, list[Token]],
-) -> None:
+def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery):
     num_tokens, tokens = delivery
     stream = ClientStream(1, "one", [7], Choice(SamplingParams(max_tokens=20)))
     taken: list[int] = []
@@ -74,7 +72,7 @@ def streams_with(
     return streams, stream, controller
 
 
-def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
+def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered():
     streams, stream, controller = streams_with(max_undelivered=3, max_tokens=100)
     streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3)))
     assert stream.ended is None and stream.num_undelivered == 3
@@ -86,7 +84,7 @@ def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
 @given(st.permutations(range(6)), st.integers(0, 6), st.integers(0, 6))
 def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     order, num_generated, num_before
-) -> None:
+):
     """The preemption may be reported before, between or after the tokens."""
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     first = controller.next_submission()
@@ -123,7 +121,7 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
 
 
-def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> None:
+def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along():
     streams = ClientStreams(FRONT_END, 100, Recorder())
     controller = FakeController(streams.placed)
     streams.connect(controller)
@@ -136,7 +134,7 @@ def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> No
     assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
 
 
-def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_output_too() -> None:
+def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_output_too():
     streams = ClientStreams(FRONT_END, 100, Recorder())
     controller = FakeController(streams.placed)
     streams.connect(controller)
@@ -155,7 +153,7 @@ def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_outp
     assert [len(each) for each in hashes] == [1, 0, 2]
 
 
-def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
+def test_a_request_that_ends_while_it_is_away_does_not_come_back():
     streams, stream, controller = streams_with(max_undelivered=10, max_tokens=9)
     controller.next_submission()
     streams.preempted(Preempted(stream.request_id, 3))
@@ -165,7 +163,7 @@ def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
     assert controller.next_abort() == stream.request_id and controller.submissions.empty()
 
 
-def test_a_request_has_one_end() -> None:
+def test_a_request_has_one_end():
     streams, stream, controller = streams_with(max_undelivered=10, max_tokens=2)
     streams.deliver(
         0,
@@ -182,7 +180,7 @@ def test_a_request_has_one_end() -> None:
     assert controller.aborts.empty()
 
 
-def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
+def test_a_waiting_reader_wakes_for_tokens_and_for_the_end():
     async def read() -> list[object]:
         streams, stream, _ = streams_with(max_undelivered=10, max_tokens=9)
         seen: list[object] = []
@@ -198,7 +196,7 @@ def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
     assert asyncio.run(read()) == [[5, 6], [], Ended(1, FinishReason.FAILED, "gone")]
 
 
-def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones() -> None:
+def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones():
     """A new attempt leaves no gap.
 
     A row that changed its instance delivers by two streams. If the older one dies, token 6 is here
@@ -223,7 +221,7 @@ def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones() 
     assert stream.output_ids == [*range(100, 105), 205, 206, 207]
 
 
-def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_row() -> None:
+def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_row():
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     controller.next_submission()
 
@@ -243,7 +241,7 @@ def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_
     assert controller.next_abort() == stream.request_id
 
 
-def test_the_token_after_a_pause_says_what_paused_it_first() -> None:
+def test_the_token_after_a_pause_says_what_paused_it_first():
     recorder = Recorder()
     streams = ClientStreams(FRONT_END, 100, recorder)
     streams.connect(FakeController(streams.placed))
@@ -272,7 +270,7 @@ def test_the_token_after_a_pause_says_what_paused_it_first() -> None:
     assert tokens == [[], [], ["preempted"], [], ["tokens_lost"], ["controller"], ["term"]]
 
 
-def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
+def test_missing_log_probabilities_of_the_prompt_are_asked_for_again():
     streams = ClientStreams(FRONT_END, 100, Recorder())
     controller = FakeController(streams.placed)
     streams.connect(controller)
@@ -289,7 +287,7 @@ def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
     assert stream.prompt_logprobs and len(stream.prompt_logprobs) == 2
 
 
-def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_controller() -> None:
+def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_controller():
     streams = ClientStreams(FRONT_END, 100, Recorder(), id_step=2)
     controller = FakeController(streams.placed)
     streams.connect(controller, 2)
@@ -303,7 +301,7 @@ def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_con
     assert numbers == [2, 4, 6, 40]
 
 
-def test_an_end_that_crosses_a_new_attempt_takes_it_back() -> None:
+def test_an_end_that_crosses_a_new_attempt_takes_it_back():
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     streams.interrupted()
     streams.ended(Ended(stream.request_id, FinishReason.EXPIRED, "it waited too long"))

@@ -54,17 +54,17 @@ def streamed(chunks: list[list[int]]) -> str:
 
 
 @given(st.lists(st.lists(IDS, max_size=5), max_size=30))
-def test_streamed_text_is_the_text_of_all_ids(chunks: list[list[int]]) -> None:
+def test_streamed_text_is_the_text_of_all_ids(chunks):
     assert streamed(chunks) == LIBRARY.decode([token_id for chunk in chunks for token_id in chunk])
 
 
 @given(st.text(max_size=40))
-def test_streamed_text_of_an_encoded_text_is_that_text(text: str) -> None:
+def test_streamed_text_of_an_encoded_text_is_that_text(text):
     text = text.replace("<s>", "").replace("</s>", "")
     assert streamed([[token_id] for token_id in TOKENIZER.encode(text)]) == text
 
 
-def test_an_incomplete_character_stays_back_until_it_is_complete() -> None:
+def test_an_incomplete_character_stays_back_until_it_is_complete():
     ids = [
         LIBRARY.token_to_id(character) for character in "\u00f0\u0141\u013b\u0124"
     ]  # The four bytes of one character.
@@ -112,9 +112,7 @@ def first_stop(ids: list[int], stop: StopStrings, min_tokens: int) -> tuple[int,
 
 @settings(max_examples=300)
 @given(stopped_outputs(), st.integers(1, 4))
-def test_text_ends_at_the_first_stop_string_wherever_tokens_are_cut(
-    output: tuple[list[int], StopStrings, int], every: int
-) -> None:
+def test_text_ends_at_the_first_stop_string_wherever_tokens_are_cut(output, every):
     ids, stop, min_tokens = output
     expected = first_stop(ids, stop, min_tokens)
     text, taken = OutputText(TOKENIZER, stop, min_tokens), ""
@@ -137,7 +135,7 @@ def test_text_ends_at_the_first_stop_string_wherever_tokens_are_cut(
     assert text.take_new() == text.flush() == "" or expected is None
 
 
-def test_of_stop_strings_that_end_together_the_first_named_counts() -> None:
+def test_of_stop_strings_that_end_together_the_first_named_counts():
     for strings, left in ((("ab", "b"), "x"), (("b", "ab"), "xa")):
         text = OutputText(TOKENIZER, StopStrings(strings), 0)
         (*first, last) = TOKENIZER.encode("xab")
@@ -145,15 +143,15 @@ def test_of_stop_strings_that_end_together_the_first_named_counts() -> None:
         assert text.feed(last) and text.take_new() == left
 
 
-def test_special_tokens_are_not_text() -> None:
+def test_special_tokens_are_not_text():
     assert streamed([[LIBRARY.token_to_id("<s>")], [LIBRARY.token_to_id("<think>")]]) == "<think>"
 
 
-def test_a_checkpoint_without_tokenizer_has_none(tmp_path: Path) -> None:
+def test_a_checkpoint_without_tokenizer_has_none(tmp_path):
     assert load_tokenizer(tmp_path) is None
 
 
-def test_a_checkpoint_with_a_tokenizer_uses_it(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_tokenizer_uses_it(tmp_path):
     LIBRARY.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
@@ -183,7 +181,7 @@ def sentencepiece(*, strips: bool) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("strips", [True, False])
 @given(st.lists(st.integers(0, 290) | st.integers(258, 290), max_size=30))
-def test_tokens_of_sentencepiece_are_pieces_of_utf8(strips: bool, ids: list[int]) -> None:
+def test_tokens_of_sentencepiece_are_pieces_of_utf8(strips, ids):
     library = sentencepiece(strips=strips)
     detokenizer = Detokenizer(Tokenizer(library))
     text = "".join(detokenizer.feed([token_id]) for token_id in ids) + detokenizer.flush()
@@ -195,7 +193,7 @@ def test_tokens_of_sentencepiece_are_pieces_of_utf8(strips: bool, ids: list[int]
     assert "\ufffd" in text or text == whole
 
 
-def test_a_text_of_sentencepiece_is_read_and_written(tmp_path: Path) -> None:
+def test_a_text_of_sentencepiece_is_read_and_written(tmp_path):
     sentencepiece(strips=True).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
@@ -239,7 +237,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_kimis_vocabulary_makes_the_tokens_that_tiktoken_makes(kimi: Path) -> None:
+def test_kimis_vocabulary_makes_the_tokens_that_tiktoken_makes(kimi):
     tokenizer = load_tokenizer(kimi)
     assert tokenizer is not None and "<think>" in tokenizer.added_tokens
     lines = (kimi / "tiktoken.model").read_text().splitlines()
@@ -258,7 +256,7 @@ def test_kimis_vocabulary_makes_the_tokens_that_tiktoken_makes(kimi: Path) -> No
     assert tokenizer.decode(tokenizer.encode("[BOS]<think>x")) == "[BOS]<think>x"
 
 
-def test_a_vocabulary_of_ranks_that_is_not_kimis_is_refused(kimi: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_of_ranks_that_is_not_kimis_is_refused(kimi, tmp_path):
     (tmp_path / "tiktoken.model").write_bytes((kimi / "tiktoken.model").read_bytes())
     with pytest.raises(ValueError, match=r"tiktoken.model cannot be read"):
         load_tokenizer(tmp_path)
@@ -268,7 +266,7 @@ def test_a_vocabulary_of_ranks_that_is_not_kimis_is_refused(kimi: Path, tmp_path
 
 
 @pytest.mark.parametrize("make", ["sentencepiece", "kimi"])
-def test_a_form_holds_with_each_kind_of_tokenizer(make: str, kimi: Path, tmp_path: Path) -> None:
+def test_a_form_holds_with_each_kind_of_tokenizer(make, kimi, tmp_path):
     """The masks of a digit, of bytes that stand for themselves and of a whole word."""
     if make == "sentencepiece":
         sentencepiece(strips=True).save(str(tmp_path / "tokenizer.json"))
@@ -285,7 +283,7 @@ def test_a_form_holds_with_each_kind_of_tokenizer(make: str, kimi: Path, tmp_pat
     assert Detokenizer(tokenizer).feed(output[:-1]) == "the \u4f60\n"
 
 
-def test_a_tokenizer_that_cannot_stream_exactly_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_stream_exactly_is_refused(tmp_path):
     other = json.loads(LIBRARY.to_str())
     other["decoder"] = {"type": "Fuse"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))

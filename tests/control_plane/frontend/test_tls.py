@@ -64,7 +64,7 @@ def https(url: str, ca: str, **options: object) -> httpx.Response:
     return httpx.get(url.replace("http:", "https:") + "/v1/models", verify=context)
 
 
-def test_both_apis_are_encrypted(server_pair: tuple[str, str]) -> None:
+def test_both_apis_are_encrypted(server_pair):
     _, ca = server_pair
     with running(with_tls(server_pair), model=ServedModel("tiny", "c")) as service:
         assert https(service.url, ca).json()["data"][0]["id"] == "tiny"
@@ -85,7 +85,7 @@ def test_both_apis_are_encrypted(server_pair: tuple[str, str]) -> None:
             client.server_info()
 
 
-def test_bench_trusts_the_certificates_that_it_is_given(server_pair: tuple[str, str]) -> None:
+def test_bench_trusts_the_certificates_that_it_is_given(server_pair):
     _, ca = server_pair
 
     async def asked(service: Service, file: Path | None) -> str:
@@ -113,9 +113,7 @@ def test_bench_trusts_the_certificates_that_it_is_given(server_pair: tuple[str, 
         asyncio.run(asked(service, Path("/absent")))
 
 
-def test_clients_that_never_finish_a_handshake_keep_nobody_out(
-    server_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_never_finish_a_handshake_keep_nobody_out(server_pair, monkeypatch):
     _, ca = server_pair
     config, most = with_tls(server_pair), 5
     config = replace(config, limits=replace(config.limits, http_request_timeout_ms=2000))
@@ -138,9 +136,7 @@ def test_clients_that_never_finish_a_handshake_keep_nobody_out(
         until(lambda: is_served(service.address))  # They are cut once their time is over.
 
 
-def test_clients_must_show_a_certificate_if_the_service_asks(
-    server_pair: tuple[str, str], tmp_path: Path
-) -> None:
+def test_clients_must_show_a_certificate_if_the_service_asks(server_pair, tmp_path):
     known, ca = certificate(tmp_path, "known"), server_pair[1]
     config = with_tls(server_pair, ssl_ca_certs=known[1], ssl_cert_reqs=2)
     with running(config, model=ServedModel("tiny", "c")) as service:
@@ -153,9 +149,7 @@ def test_clients_must_show_a_certificate_if_the_service_asks(
             client.server_info()
 
 
-def test_a_renewed_certificate_is_shown_to_new_connections(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path, caplog):
     """Connections that are open go on. Files that are no pair change nothing."""
     (tmp_path / "new").mkdir()
     pair, new = certificate(tmp_path, "server"), certificate(tmp_path / "new", "server")
@@ -188,9 +182,7 @@ def test_a_renewed_certificate_is_shown_to_new_connections(
             assert open_client.server_info()
 
 
-def test_files_that_cannot_be_used_are_named(
-    server_pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_cannot_be_used_are_named(server_pair, tmp_path, caplog):
     key, made = server_pair
     (tmp_path / "nothing.pem").write_text("nothing")
     for wrong in (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
@@ -160,9 +159,7 @@ def first_response(service: Service, request: pb.GenerateRequest) -> pb.Generate
 @pytest.mark.parametrize(
     ("fields", "sampling", "sentence"), MALFORMED, ids=[case[2][:40] for case in MALFORMED]
 )
-def test_a_malformed_request_is_refused_by_name(
-    service: Service, fields: dict, sampling: dict, sentence: str
-) -> None:
+def test_a_malformed_request_is_refused_by_name(service, fields, sampling, sentence):
     request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
     with pytest.raises(grpc.RpcError) as raised:
         first_response(service, request)
@@ -171,11 +168,11 @@ def test_a_malformed_request_is_refused_by_name(
     assert service.controller.submissions.empty()
 
 
-def test_there_are_enough_malformed_requests() -> None:
+def test_there_are_enough_malformed_requests():
     assert len(MALFORMED) >= 40
 
 
-def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) -> None:
+def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service):
     # A oneof cannot hold both; what a broken client sends twice is read as protobuf says.
     data = (
         pb.GenerateRequest(text="hello").SerializeToString()
@@ -186,7 +183,7 @@ def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) ->
     assert "token_ids has 300" in raised.value.details()
 
 
-def test_words_of_tokens_that_the_model_has_not_are_refused() -> None:
+def test_words_of_tokens_that_the_model_has_not_are_refused():
     """The sampler would look for their logits: one request would end the cluster."""
     request = ClientRequest([5], "token_ids", bad_words=["fox"])
     highest = max(TOKENIZER.encode("fox") + TOKENIZER.encode(" fox"))
@@ -202,9 +199,7 @@ def test_words_of_tokens_that_the_model_has_not_are_refused() -> None:
     ("prompt_len", "max_held", "left"),
     [(10, None, 990), (10, 5000, 990), (10, 257, 247), (256, 257, 1), (300, 257, 1)],
 )
-def test_an_absent_max_tokens_is_what_the_model_and_the_frames_leave(
-    prompt_len: int, max_held: int | None, left: int
-) -> None:
+def test_an_absent_max_tokens_is_what_the_model_and_the_frames_leave(prompt_len, max_held, left):
     """A prompt that no frames hold is left to the scheduler, which has the numbers."""
     request = ClientRequest([5] * prompt_len, "messages", max_tokens=None)
     limits = replace(LIMITS, max_held_tokens=max_held)
@@ -220,7 +215,7 @@ def test_an_absent_max_tokens_is_what_the_model_and_the_frames_leave(
             assert params.max_tokens == min(asked or default or 1000, left)
 
 
-def test_what_must_be_generated_is_not_clipped() -> None:
+def test_what_must_be_generated_is_not_clipped():
     """A prompt whose output no frames hold is left to the scheduler, which has the numbers."""
     request = ClientRequest([5] * 10, "prompt", max_tokens=500, min_tokens=300)
     (params,) = validated(request, replace(LIMITS, max_held_tokens=257), TOKENIZER).params
@@ -234,7 +229,7 @@ def test_what_must_be_generated_is_not_clipped() -> None:
         validated(replace(request, min_tokens=991), LIMITS, TOKENIZER)
 
 
-def test_both_ends_of_sequence_end_a_request_unless_it_says_otherwise() -> None:
+def test_both_ends_of_sequence_end_a_request_unless_it_says_otherwise():
     limits = replace(LIMITS, eos_token_ids=(7, 3), tokenizer_eos_id=5)
 
     def stop_ids(**fields: object) -> tuple[int, ...]:
@@ -253,8 +248,8 @@ def test_both_ends_of_sequence_end_a_request_unless_it_says_otherwise() -> None:
     [(4, 3, "instances"), (4, 1, "instances"), (1, 63, "instances"), (5, 3, "pipeline")],
 )
 def test_what_a_checkpoint_is_said_to_hold_is_what_the_scheduler_takes(
-    tiny_checkpoint: Path, num_frames: int, partials: int, layout: str
-) -> None:
+    tiny_checkpoint, num_frames, partials, layout
+):
     bounds = replace(BoundsConfig(), max_partials=partials)
     cluster = ClusterConfig(
         num_instances=2, num_frames=num_frames, max_model_len=2048, bounds=bounds, layout=layout
@@ -286,7 +281,7 @@ def test_what_a_checkpoint_is_said_to_hold_is_what_the_scheduler_takes(
     (ids(5), {"stop_token_ids": range(1, 65)}),
     (ids(5), {"stop_token_ids": range(2, 66), "ignore_eos": True}),
 ])  # fmt: skip
-def test_what_is_just_allowed_goes_through(service: Service, fields: dict, sampling: dict) -> None:
+def test_what_is_just_allowed_goes_through(service, fields, sampling):
     request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
     with grpc.insecure_channel(service.address) as channel:
         call = rpc.InferenceStub(channel).Generate(request, timeout=WAIT_S)

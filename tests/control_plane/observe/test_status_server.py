@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -39,7 +38,7 @@ def url(operators_file: str) -> Iterator[str]:
     server.close()
 
 
-def test_data_needs_an_operators_key(url: str) -> None:
+def test_data_needs_an_operators_key(url):
     for path in (*DATA_PATHS, "/metrics/", "/%6Detrics", "/cluster/snapshot.json/"):
         for wrong in ("", "Bearer a key", "another", "Bearer alice"):
             answer = httpx.get(url + path, headers={"Authorization": wrong})
@@ -50,13 +49,13 @@ def test_data_needs_an_operators_key(url: str) -> None:
     assert httpx.get(f"{url}/cluster/snapshot.json", headers=OPERATOR).content == SNAPSHOT
 
 
-def test_the_page_itself_holds_no_data_and_asks_for_the_key(url: str) -> None:
+def test_the_page_itself_holds_no_data_and_asks_for_the_key(url):
     page = httpx.get(f"{url}/cluster")
     assert page.status_code == 200 and 'id="key_input" type="password"' in page.text
     assert httpx.get(f"{url}/elsewhere").status_code == 404
 
 
-def test_a_key_has_the_name_before_it(operators_file: str) -> None:
+def test_a_key_has_the_name_before_it(operators_file):
     keys = OperatorKeys(ServiceConfig(operator_keys_file=operators_file, public_status=True))
     assert keys.who("Bearer another") == "alice"
     assert (keys.who("Bearer unnamed") or "").startswith("operator ")
@@ -67,9 +66,7 @@ def test_a_key_has_the_name_before_it(operators_file: str) -> None:
         OperatorKeys(ServiceConfig(operator_keys_file=operators_file))
 
 
-def test_clients_that_go_away_leave_no_traceback(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clients_that_go_away_leave_no_traceback(capfd, caplog):
     """A `nanocp scale` that is killed while the change is made goes so."""
     is_asked, is_gone = threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
@@ -122,13 +119,7 @@ KEYS_OF = [
 
 
 @pytest.mark.parametrize(("settings", "reads", "changes"), KEYS_OF, ids=lambda one: str(one)[:60])
-def test_who_may_read_and_who_may_change(
-    settings: dict[str, Any],
-    reads: tuple[int, ...],
-    changes: tuple[int, ...],
-    operators_file: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_who_may_read_and_who_may_change(settings, reads, changes, operators_file, caplog):
     """With keys of any kind, all of it is the operators', at both ports."""
     caplog.set_level(logging.INFO)
     settings = dict(settings)

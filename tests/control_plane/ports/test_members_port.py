@@ -156,7 +156,7 @@ def guesses(service: Service) -> list[Metadata]:
 # --- tokens ---
 
 
-def test_a_client_cannot_deliver_tokens(service: Service) -> None:
+def test_a_client_cannot_deliver_tokens(service):
     with victim(service) as running:
         batch = forged(running.moe_binding, running.request_id)
         for metadata in guesses(service):
@@ -166,9 +166,7 @@ def test_a_client_cannot_deliver_tokens(service: Service) -> None:
         assert running.tokens() == expected(prompt(20, 1), NUM_TOKENS)
 
 
-def test_the_control_where_no_secret_is_asked_for_forged_tokens_arrive(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_where_no_secret_is_asked_for_forged_tokens_arrive(service, monkeypatch):
     monkeypatch.setattr(MemberSecrets, "admit", lambda self, metadata: True)
     with victim(service) as running:
         batch = forged(running.moe_binding, running.request_id)
@@ -177,7 +175,7 @@ def test_the_control_where_no_secret_is_asked_for_forged_tokens_arrive(
         assert running.tokens()[-3:] == [FORGED] * 3
 
 
-def test_an_instance_cannot_deliver_tokens_of_a_request_at_another(service: Service) -> None:
+def test_an_instance_cannot_deliver_tokens_of_a_request_at_another(service):
     with victim(service) as running:
         other = Member("instance", 1 - running.moe_binding)
         for instance in (other.instance, running.moe_binding):
@@ -209,7 +207,7 @@ def failure() -> Iterator[bytes]:
     yield FROM_INSTANCE.encode(Failure("instance 1: a forged failure"))
 
 
-def test_a_client_cannot_end_the_cluster_in_a_members_name(service: Service) -> None:
+def test_a_client_cannot_end_the_cluster_in_a_members_name(service):
     controller = service._controller._bound.result()
     for address, code in (
         (service.address, grpc.StatusCode.UNIMPLEMENTED),
@@ -227,7 +225,7 @@ def test_a_client_cannot_end_the_cluster_in_a_members_name(service: Service) -> 
     assert generate_with_key(service) == expected(prompt(30, 2), 5)
 
 
-def test_a_client_cannot_send_plans(service: Service) -> None:
+def test_a_client_cannot_send_plans(service):
     """A plan comes down the stream that its member opened: members themselves serve no gRPC."""
     plan = TO_INSTANCE.encode(Shutdown("forged"))
     ports = [
@@ -288,7 +286,7 @@ class Intruder:
         """The members whose streams ended; they are no processes."""
 
 
-def test_no_stranger_attaches_as_a_member_and_the_control_with_a_secret_does() -> None:
+def test_no_stranger_attaches_as_a_member_and_the_control_with_a_secret_does():
     intruder = Intruder()
     service = Service(SMALL, served(), intruder)
     with pytest.raises(RuntimeError, match="seen enough"):
@@ -308,9 +306,7 @@ def test_no_stranger_attaches_as_a_member_and_the_control_with_a_secret_does() -
 # --- secrets and ports ---
 
 
-def test_secrets_stand_in_no_log_command_line_snapshot_or_metric(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_secrets_stand_in_no_log_command_line_snapshot_or_metric(tmp_path, caplog, capfd):
     log = tmp_path / "events"
     config = replace(SMALL, service=replace(SMALL.service, event_log=str(log)))
     launcher = process_launcher()  # A fork has the command line of its parent.
@@ -340,7 +336,7 @@ def test_secrets_stand_in_no_log_command_line_snapshot_or_metric(
         assert not [secret for secret in secrets if secret in text], place
 
 
-def test_a_start_makes_new_secrets() -> None:
+def test_a_start_makes_new_secrets():
     secrets = MemberSecrets()
     first = member_metadata("instance 0", secrets.issue("instance 0"))
     assert secrets.admit(dict(first))

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -130,7 +129,7 @@ def test_several_choices_are_shown_by_index(server: ScriptedService) -> None:
     )
 
 
-def test_priority_and_queue_timeout_reach_the_service(server: ScriptedService) -> None:
+def test_priority_and_queue_timeout_reach_the_service(server):
     run("--target", server.target, "--prompt", "x", "--priority", "4", "--queue-timeout-s", "1.5")
     assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (4, 1500)
     code, _, err = run("--target", server.target, "--prompt", "x", "--queue-timeout-s", "0")
@@ -145,7 +144,7 @@ def test_priority_and_queue_timeout_reach_the_service(server: ScriptedService) -
     )
 
 
-def test_generate_streams_text_and_sums_up_on_standard_error(server: ScriptedService) -> None:
+def test_generate_streams_text_and_sums_up_on_standard_error(server):
     code, out, err = run(
         *("--target", server.target, "--prompt", "hello", "--max-tokens", "3"),
         *("--sampling", '{"stop_token_ids": [4]}', "--user", "me"),
@@ -159,7 +158,7 @@ def test_generate_streams_text_and_sums_up_on_standard_error(server: ScriptedSer
     assert not server.script.last.sampling.HasField("temperature")
 
 
-def test_generate_prints_one_json_object(server: ScriptedService) -> None:
+def test_generate_prints_one_json_object(server):
     code, out, err = run("--target", server.target, "--prompt", "hello", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {
@@ -169,7 +168,7 @@ def test_generate_prints_one_json_object(server: ScriptedService) -> None:
     }  # fmt: skip
 
 
-def test_generate_reads_prompts_from_files(server: ScriptedService, tmp_path: Path) -> None:
+def test_generate_reads_prompts_from_files(server, tmp_path):
     text, ids = tmp_path / "prompt.txt", tmp_path / "ids.json"
     text.write_text("from a file\n", encoding="utf-8")
     ids.write_text("[1, 2, 3]")
@@ -185,7 +184,7 @@ def test_generate_reads_prompts_from_files(server: ScriptedService, tmp_path: Pa
     ("1 2", "is not JSON"),
     ("[true]", "JSON array"),
 ])  # fmt: skip
-def test_a_file_without_ids_is_named(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_file_without_ids_is_named(tmp_path, content, sentence):
     path = tmp_path / "ids.json"
     path.write_text(content)
     code, out, err = run("--prompt-ids", str(path))
@@ -193,7 +192,7 @@ def test_a_file_without_ids_is_named(tmp_path: Path, content: str, sentence: str
     assert str(path) in err and sentence in err
 
 
-def test_generate_wants_exactly_one_prompt(tmp_path: Path) -> None:
+def test_generate_wants_exactly_one_prompt(tmp_path):
     for arguments in (
         (),
         ("--prompt", "x", "--prompt-file", "y"),
@@ -204,9 +203,7 @@ def test_generate_wants_exactly_one_prompt(tmp_path: Path) -> None:
     assert "cannot be read" in run("--prompt-file", str(tmp_path / "absent"))[2]
 
 
-def test_a_failed_request_is_one_sentence_and_an_exit_status(
-    server: ScriptedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_request_is_one_sentence_and_an_exit_status(server, monkeypatch):
     code, out, err = run("--target", "127.0.0.1:9", "--prompt", "x")
     assert (code, out) == (2, "")
     assert (
@@ -229,15 +226,13 @@ def test_a_failed_request_is_one_sentence_and_an_exit_status(
         assert "nanocp generate: " in err
 
 
-def test_a_service_without_text_shows_ids(
-    server: ScriptedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_without_text_shows_ids(server, monkeypatch):
     real = Client.generate
     monkeypatch.setattr(Client, "generate", lambda *a, **k: real(*a, **{**k, "request_id": "ids"}))
     assert run("--target", server.target, "--prompt", "x")[1] == "7 8 9\n"
 
 
-def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_no_control_characters(monkeypatch):
     from nanocp.cli.ask.generate import _printable
 
     assert _printable("a\x1b[2J\n\tb") == "a\x1b[2J\n\tb"
@@ -245,7 +240,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
     assert _printable("a\x1b[2J\n\tb\x07") == "a\ufffd[2J\n\tb\ufffd"
 
 
-def test_the_command_imports_quickly() -> None:
+def test_the_command_imports_quickly():
     program = (
         "import sys, nanocp.cli.ask.generate; "
         "assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
@@ -253,7 +248,7 @@ def test_the_command_imports_quickly() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
-def test_an_answer_comes_from_another_front_end_if_one_is_gone(server: ScriptedService) -> None:
+def test_an_answer_comes_from_another_front_end_if_one_is_gone(server):
     code, out, _ = run("--target", f"127.0.0.1:9, {server.target}", "--prompt", "x")
     assert (code, out) == (0, run("--target", server.target, "--prompt", "x")[1])
     code, _, err = run("--target", f"127.0.0.1:9,, {server.target}", "--prompt", "x")

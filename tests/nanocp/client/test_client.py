@@ -33,7 +33,7 @@ def server() -> Iterator[ScriptedService]:
     service.server.stop(0).wait()
 
 
-def test_the_package_has_the_clients_and_does_not_import_them_before() -> None:
+def test_the_package_has_the_clients_and_does_not_import_them_before():
     program = (
         "import sys, nanocp; assert 'grpc' not in sys.modules; "
         "from nanocp import AsyncClient, Client; import nanocp.client; "
@@ -43,7 +43,7 @@ def test_the_package_has_the_clients_and_does_not_import_them_before() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
-def test_a_stream_becomes_chunks(server: ScriptedService) -> None:
+def test_a_stream_becomes_chunks(server):
     with Client(server.target) as client:
         assert list(client.generate("hello")) == CHUNKS
         assert server.script.last == pb.GenerateRequest(
@@ -51,7 +51,7 @@ def test_a_stream_becomes_chunks(server: ScriptedService) -> None:
         )
 
 
-def test_options_reach_the_service_and_absent_ones_stay_absent(server: ScriptedService) -> None:
+def test_options_reach_the_service_and_absent_ones_stay_absent(server):
     with Client(server.target) as client:
         list(
             client.generate(
@@ -68,7 +68,7 @@ def test_options_reach_the_service_and_absent_ones_stay_absent(server: ScriptedS
     assert not server.script.last.sampling.HasField("temperature")
 
 
-def test_every_control_reaches_the_service(server: ScriptedService) -> None:
+def test_every_control_reaches_the_service(server):
     penalties = {
         "min_p": 0.5,
         "repetition_penalty": 1.5,
@@ -88,14 +88,14 @@ def test_every_control_reaches_the_service(server: ScriptedService) -> None:
         assert server.script.last.sampling == pb.SamplingParameters(stop=["end"], bad_words=["no"])
 
 
-def test_logprobs_come_beside_their_tokens(server: ScriptedService) -> None:
+def test_logprobs_come_beside_their_tokens(server):
     sent = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.5)))
     with Client(server.target) as client:
         assert [chunk.logprobs for chunk in client.generate("x", logprobs=2)] == [(sent,), ()]
     assert server.script.last.sampling.logprobs == 2
 
 
-def test_chunks_of_several_choices_have_their_index(server: ScriptedService) -> None:
+def test_chunks_of_several_choices_have_their_index(server):
     with Client(server.target) as client:
         chunks = list(client.generate("x", n=2, temperature=1.0, prompt_logprobs=0))
     assert [(chunk.index, chunk.text) for chunk in chunks] == [
@@ -108,9 +108,7 @@ def test_chunks_of_several_choices_have_their_index(server: ScriptedService) -> 
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)
-def test_every_status_is_an_error_of_its_own_with_the_services_sentence(
-    server: ScriptedService, code: grpc.StatusCode
-) -> None:
+def test_every_status_is_an_error_of_its_own_with_the_services_sentence(server, code):
     with (
         Client(server.target) as client,
         pytest.raises(ServiceError, match=f"a sentence about {code.name}") as raised,
@@ -119,7 +117,7 @@ def test_every_status_is_an_error_of_its_own_with_the_services_sentence(
     assert type(raised.value) is getattr(nanocp_client, ERRORS[code])
 
 
-def test_a_failure_comes_after_what_was_streamed(server: ScriptedService) -> None:
+def test_a_failure_comes_after_what_was_streamed(server):
     with Client(server.target) as client:
         chunks = client.generate("x", request_id="break")
         assert next(chunks) == CHUNKS[0]
@@ -127,7 +125,7 @@ def test_a_failure_comes_after_what_was_streamed(server: ScriptedService) -> Non
             next(chunks)
 
 
-def test_closing_the_chunks_aborts(server: ScriptedService) -> None:
+def test_closing_the_chunks_aborts(server):
     with Client(server.target) as client:
         chunks = client.generate("x", request_id="hang")
         assert next(chunks) == CHUNKS[0]
@@ -135,21 +133,21 @@ def test_closing_the_chunks_aborts(server: ScriptedService) -> None:
         assert server.script.cancelled.wait(WAIT_S)
 
 
-def test_abort_returns_what_was_aborted(server: ScriptedService) -> None:
+def test_abort_returns_what_was_aborted(server):
     with Client(server.target) as client:
         assert client.abort("a", "b") == client.abort(["a", "b"]) == ("a",)
         with pytest.raises(nanocp_client.NotFound, match="no such request"):
             client.abort("nobody")
 
 
-def test_priority_and_queue_timeout_reach_the_service(server: ScriptedService) -> None:
+def test_priority_and_queue_timeout_reach_the_service(server):
     with Client(server.target) as client:
         list(client.generate("x", priority=-3, queue_timeout_s=0.0001, user="ada"))
     last = server.script.last
     assert (last.priority, last.queue_timeout_ms, last.user) == (-3, 1, "ada")
 
 
-def test_an_impossible_option_is_refused_before_anything_is_sent(server: ScriptedService) -> None:
+def test_an_impossible_option_is_refused_before_anything_is_sent(server):
     with Client(server.target) as client:
         with pytest.raises(ValueError, match="range"):
             client.generate("x", max_tokens=2**40)
@@ -157,7 +155,7 @@ def test_an_impossible_option_is_refused_before_anything_is_sent(server: Scripte
             client.generate("x", no_such_option=1)  # type: ignore[call-arg]
 
 
-def test_an_absent_service_is_a_sentence() -> None:
+def test_an_absent_service_is_a_sentence():
     with Client("127.0.0.1:9") as client:
         with pytest.raises(
             nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"
@@ -175,7 +173,7 @@ def test_an_absent_service_is_a_sentence() -> None:
         next(client.generate("x"))
 
 
-def test_the_asynchronous_client_does_the_same(server: ScriptedService) -> None:
+def test_the_asynchronous_client_does_the_same(server):
     async def use() -> None:
         async with AsyncClient(server.target) as client:
             assert [chunk async for chunk in client.generate("hello")] == CHUNKS
@@ -194,7 +192,7 @@ def test_the_asynchronous_client_does_the_same(server: ScriptedService) -> None:
     asyncio.run(use())
 
 
-def test_an_option_that_cannot_be_sent_is_named() -> None:
+def test_an_option_that_cannot_be_sent_is_named():
     with Client("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match="max_tokens is 10000000000, which cannot be sent"):
             client.generate("x", max_tokens=10**10)
@@ -220,12 +218,12 @@ def test_an_option_that_cannot_be_sent_is_named() -> None:
                 client.generate_unary(prompt)  # type: ignore[arg-type]
 
 
-def test_an_asynchronous_client_outside_a_loop_is_a_sentence() -> None:
+def test_an_asynchronous_client_outside_a_loop_is_a_sentence():
     with pytest.raises(RuntimeError, match="must be made inside the event loop that uses it"):
         AsyncClient("127.0.0.1:1")
 
 
-def test_the_client_imports_nothing_heavy() -> None:
+def test_the_client_imports_nothing_heavy():
     program = (
         "import sys, nanocp.client; "
         "assert not {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)"
@@ -233,11 +231,11 @@ def test_the_client_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
-def test_the_client_for_threads_is_what_the_one_for_event_loops_says() -> None:
+def test_the_client_for_threads_is_what_the_one_for_event_loops_says():
     assert sync_client.TARGET.read_text() == sync_client.generated(), "run `make client`"
 
 
-def test_a_pattern_of_the_table_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_of_the_table_that_is_nowhere_is_named(monkeypatch):
     monkeypatch.setitem(sync_client.REPLACED, "no such word", "")
     with pytest.raises(ValueError, match=r"'no such word' is nowhere in async_client\.py"):
         sync_client.generated()

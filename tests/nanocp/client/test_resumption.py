@@ -121,7 +121,7 @@ def collect(targets: list[str], is_async: bool, **sampling: object) -> list[Chun
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_answer_has_no_gap_and_no_doubled_token(serve: Serve, is_async: bool) -> None:
+def test_an_answer_has_no_gap_and_no_doubled_token(serve, is_async):
     (first, one), (second, two) = serve([2]), serve([3, 4])
     chunks = collect([nobody(), first, second], is_async, temperature=1.0)
     assert ids(chunks) == ANSWER
@@ -135,7 +135,7 @@ def test_an_answer_has_no_gap_and_no_doubled_token(serve: Serve, is_async: bool)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_choices_that_have_ended_do_not_go_on(serve: Serve, is_async: bool) -> None:
+def test_choices_that_have_ended_do_not_go_on(serve, is_async):
     (first, one), (second, two) = serve([5]), serve([])
     chunks = collect([first, second], is_async, n=2, temperature=1.0, seed=3)
     assert ids(chunks, 0) == ANSWER
@@ -144,7 +144,7 @@ def test_choices_that_have_ended_do_not_go_on(serve: Serve, is_async: bool) -> N
     assert len(one.asked) == 1
 
 
-def test_log_probabilities_of_a_prompt_come_once(serve: Serve) -> None:
+def test_log_probabilities_of_a_prompt_come_once(serve):
     (first, _), (second, two) = serve([0]), serve([2])
     chunks = collect([first, second], False, prompt_logprobs=0)
     logprobs = [one.logprob for chunk in chunks for one in chunk.prompt_logprobs]
@@ -153,7 +153,7 @@ def test_log_probabilities_of_a_prompt_come_once(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_whole_answer_is_asked_for_again(serve: Serve, is_async: bool) -> None:
+def test_a_whole_answer_is_asked_for_again(serve, is_async):
     (first, one), (second, two) = serve([1]), serve([])
 
     async def run() -> tuple[int, ...]:
@@ -170,9 +170,7 @@ def test_a_whole_answer_is_asked_for_again(serve: Serve, is_async: bool) -> None
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_it_gives_up_after_the_stated_time_with_the_services_sentence(
-    serve: Serve, is_async: bool
-) -> None:
+def test_it_gives_up_after_the_stated_time_with_the_services_sentence(serve, is_async):
     targets = [serve([-1] * 100)[0] for _ in range(2)]
 
     async def run() -> None:
@@ -187,7 +185,7 @@ def test_it_gives_up_after_the_stated_time_with_the_services_sentence(
                 next(client.generate([1]))
 
 
-def test_it_does_not_give_up_before_the_stated_time() -> None:
+def test_it_does_not_give_up_before_the_stated_time():
     """However often it is refused meanwhile: a service may need minutes to begin again."""
 
     class Refused(grpc.RpcError):
@@ -208,7 +206,7 @@ def test_it_does_not_give_up_before_the_stated_time() -> None:
         late.pause_s("host:1", Refused())
 
 
-def test_one_endpoint_and_other_errors_are_the_end(serve: Serve) -> None:
+def test_one_endpoint_and_other_errors_are_the_end(serve):
     target, servicer = serve([2])
     with Client(target) as client:
         chunks = client.generate([1], temperature=1.0)
@@ -219,7 +217,7 @@ def test_one_endpoint_and_other_errors_are_the_end(serve: Serve) -> None:
         Client([])
 
 
-def test_closing_ends_the_wait_for_an_endpoint() -> None:
+def test_closing_ends_the_wait_for_an_endpoint():
     with Client([nobody(), nobody()]) as client:
         chunks = client.generate([1])
         threading.Timer(0.3, chunks.close).start()
@@ -227,7 +225,7 @@ def test_closing_ends_the_wait_for_an_endpoint() -> None:
             next(chunks)
 
 
-def test_an_abort_asks_every_endpoint(serve: Serve) -> None:
+def test_an_abort_asks_every_endpoint(serve):
     (first, _), (second, _) = serve([None]), serve([])
     with Client([first, second]) as client:
         assert client.abort("known") == ("known",)
@@ -235,7 +233,7 @@ def test_an_abort_asks_every_endpoint(serve: Serve) -> None:
             client.abort("other")
 
 
-def test_a_request_that_is_refused_goes_nowhere_else(serve: Serve) -> None:
+def test_a_request_that_is_refused_goes_nowhere_else(serve):
     (first, one), (second, two) = serve([-2]), serve([])
     with Client([first, second]) as client, pytest.raises(InvalidArgument, match="prompt is empty"):
         next(client.generate([1]))

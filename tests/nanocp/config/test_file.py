@@ -21,16 +21,16 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_nothing_given_is_the_default() -> None:
+def test_nothing_given_is_the_default():
     assert load_config(None, {}, {}) == DEFAULT
 
 
-def test_an_empty_file_and_an_empty_section_are_the_default(tmp_path: Path) -> None:
+def test_an_empty_file_and_an_empty_section_are_the_default(tmp_path):
     assert load_config(write(tmp_path, ""), {}, {}) == DEFAULT
     assert load_config(write(tmp_path, "cluster:\n#  num_instances: 3\n"), {}, {}) == DEFAULT
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path):
     path = write(tmp_path, "cluster: {num_instances: 1, num_frames: 11, max_model_len: 111}\n")
     environment = {"NANOCP_CLUSTER__NUM_INSTANCES": "2", "NANOCP_CLUSTER__NUM_FRAMES": "22"}
     cluster = load_config(
@@ -40,7 +40,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     assert cluster.instances_per_node == Config().cluster.instances_per_node
 
 
-def test_every_type_of_value_comes_through_the_file(tmp_path: Path) -> None:
+def test_every_type_of_value_comes_through_the_file(tmp_path):
     path = write(
         tmp_path,
         """
@@ -62,7 +62,7 @@ prefill: {synthetic_kv: true}
     assert config.prefill.synthetic_kv is True
 
 
-def test_every_type_of_value_comes_through_the_environment() -> None:
+def test_every_type_of_value_comes_through_the_environment():
     environment = {
         "NANOCP_CLUSTER__BOUNDS__MAX_ROWS": "8", "NANOCP_SCHEDULER__POLICY": "cost_aware",
         "NANOCP_SCHEDULER__TTFT_TARGETS": "[[0, 100], [1, 200]]",
@@ -81,7 +81,7 @@ def test_every_type_of_value_comes_through_the_environment() -> None:
 
 
 @pytest.mark.parametrize("section", [field.name for field in fields(Config)])
-def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
+def test_each_section_can_be_given(section, tmp_path):
     assert load_config(write(tmp_path, f"{section}: {{}}"), {}, {}) == DEFAULT
 
 
@@ -158,7 +158,7 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
         ("cluster: !!python/object:os.system {}", "line 1"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(text: str, sentence: str | None, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_named(text, sentence, tmp_path):
     path = write(tmp_path, text)
     if sentence is None:
         load_config(path, {}, {})
@@ -169,7 +169,7 @@ def test_a_mistake_in_the_file_is_named(text: str, sentence: str | None, tmp_pat
     assert sentence in str(raised.value)
 
 
-def test_a_mistake_in_the_environment_names_the_variable() -> None:
+def test_a_mistake_in_the_environment_names_the_variable():
     with pytest.raises(
         ValueError, match=r"'num_instancez' in section cluster \(NANOCP_CLUSTER__NUM_INSTANCEZ\)"
     ):
@@ -182,7 +182,7 @@ def test_a_mistake_in_the_environment_names_the_variable() -> None:
         load_config(None, {}, {"NANOCP_CLUSTER__NUM_INSTANCES": "two"})
 
 
-def test_a_mistake_on_the_command_line_names_it(tmp_path: Path) -> None:
+def test_a_mistake_on_the_command_line_names_it(tmp_path):
     path = write(tmp_path, "cluster: {num_frames: 9}")
     with pytest.raises(ValueError, match="the command line: in section service: grpc_port is -1"):
         load_config(path, {"service.grpc_port": -1}, {})
@@ -193,13 +193,13 @@ def test_a_mistake_on_the_command_line_names_it(tmp_path: Path) -> None:
         load_config(path, {"cluster.num_instances": 0}, {})
 
 
-def test_several_mistakes_are_all_named(tmp_path: Path) -> None:
+def test_several_mistakes_are_all_named(tmp_path):
     path = write(tmp_path, "cluster: {num_instances: x}\nservice: {host: 1}")
     with pytest.raises(ValueError, match=r"(?s)cluster.num_instances is.*service.host is 1"):
         load_config(path, {}, {})
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"absent.yaml does not exist"):
         load_config(tmp_path / "absent.yaml", {}, {})
     with pytest.raises(ValueError, match="cannot be read"):
@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(binary, {}, {})
 
 
-def test_costs_are_those_of_the_device_unless_a_profile_has_them(tmp_path: Path) -> None:
+def test_costs_are_those_of_the_device_unless_a_profile_has_them(tmp_path):
     def costs(**environment: str) -> CostConfig:
         return load_config(None, {}, environment).scheduler.costs
 
@@ -222,7 +222,7 @@ def test_costs_are_those_of_the_device_unless_a_profile_has_them(tmp_path: Path)
     assert CPU_COSTS.exchange_tokens < CostConfig().exchange_tokens
 
 
-def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded() -> None:
+def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded():
     on_gpus = {"data_plane.device": "cuda", "cluster.num_instances": 16}
     with pytest.raises(ValueError, match=r"16 instances are on more than one node of 8 .* nvshmem"):
         load_config(None, on_gpus | {"cluster.instances_per_node": 8}, {})
@@ -234,7 +234,7 @@ def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_says_what_to_write_instead(key: str, tmp_path: Path) -> None:
+def test_a_removed_key_says_what_to_write_instead(key, tmp_path):
     sentence = f"is no key any more: {REMOVED[key]}"
     *sections, name = key.split(".")
     text = f"{name}: 1"
@@ -250,7 +250,7 @@ def test_a_removed_key_says_what_to_write_instead(key: str, tmp_path: Path) -> N
         load_config(None, {key: 1}, {})
 
 
-def test_every_hidden_field_is_measured_or_says_what_to_write() -> None:
+def test_every_hidden_field_is_measured_or_says_what_to_write():
     known, found = {".".join(keys) for keys in known_keys()}, set()
 
     def fields_of(kind: type, path: str, is_measured: bool) -> None:
@@ -268,7 +268,7 @@ def test_every_hidden_field_is_measured_or_says_what_to_write() -> None:
     assert found == {*REMOVED}
 
 
-def test_what_is_measured_is_in_the_profile_only(tmp_path: Path) -> None:
+def test_what_is_measured_is_in_the_profile_only(tmp_path):
     path = write(tmp_path, "scheduler: {lane_table: [[4, 0, 80]]}\n")
     with pytest.raises(ValueError, match=r"scheduler\.lane_table is no key any more: it is mea"):
         load_config(path, {}, {})

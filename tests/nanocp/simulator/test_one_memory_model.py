@@ -25,7 +25,7 @@ def published(folder: Path, family: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", shipped_names())
-def test_frames_are_those_of_the_plan_for_every_family_and_device(name: str, tmp_path: Path):
+def test_frames_are_those_of_the_plan_for_every_family_and_device(name, tmp_path):
     device_name, _, family = name.partition("x32-")
     file, device = load_cluster_file(name), DEVICES[device_name]
     model, memory = published(tmp_path, family), file.memory

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from control_plane.frontend.grpc import servicers
-from harness.services.frontend_fakes import Service, make_config, running
+from harness.services.frontend_fakes import make_config, running
 from nanocp.client import (
     Aborted,
     Client,
@@ -37,9 +37,7 @@ LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
     (FinishReason.ABORTED, Aborted),
     (FinishReason.EXPIRED, DeadlineExceeded),
 ])  # fmt: skip
-def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(
-    service: Service, reason: FinishReason, error: type[Exception]
-) -> None:
+def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(service, reason, error):
     chunks = service.client.generate([5], max_tokens=9)
     request = service.controller.next_submission().request_id
     service.instance.deliver(request, 0, [3, 4])
@@ -50,7 +48,7 @@ def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(
     assert service.controller.aborts.empty(), "the scheduler ended it: there is nothing to abort"
 
 
-def test_a_running_request_id_cannot_be_used_twice_but_again_later(service: Service) -> None:
+def test_a_running_request_id_cannot_be_used_twice_but_again_later(service):
     first = service.client.generate([5], max_tokens=1, request_id="twice")
     request = service.controller.next_submission().request_id
     with pytest.raises(InvalidArgument, match="request_id 'twice' is running"):
@@ -62,7 +60,7 @@ def test_a_running_request_id_cannot_be_used_twice_but_again_later(service: Serv
     assert len(list(again)) == 1
 
 
-def test_abort_ends_the_stream_and_reaches_the_controller(service: Service) -> None:
+def test_abort_ends_the_stream_and_reaches_the_controller(service):
     chunks = service.client.generate([5], request_id="abort me")
     request = service.controller.next_submission().request_id
     assert service.client.abort("nobody", "abort me", "abort me") == ("abort me",)
@@ -76,7 +74,7 @@ def test_abort_ends_the_stream_and_reaches_the_controller(service: Service) -> N
     assert service.controller.aborts.empty()
 
 
-def test_a_cancelled_stream_aborts_and_frees_its_id(service: Service) -> None:
+def test_a_cancelled_stream_aborts_and_frees_its_id(service):
     chunks = service.client.generate([5], request_id="cancelled")
     request = service.controller.next_submission().request_id
     service.instance.deliver(request, 0, [3])
@@ -89,7 +87,7 @@ def test_a_cancelled_stream_aborts_and_frees_its_id(service: Service) -> None:
     assert service.controller.next_abort() == request + 1
 
 
-def test_an_expired_deadline_aborts(service: Service) -> None:
+def test_an_expired_deadline_aborts(service):
     chunks = service.client.generate([5], timeout_s=2.0)
     request = service.controller.next_submission().request_id
     with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
@@ -97,7 +95,7 @@ def test_an_expired_deadline_aborts(service: Service) -> None:
     assert service.controller.next_abort() == request
 
 
-def test_a_client_that_vanishes_aborts(service: Service) -> None:
+def test_a_client_that_vanishes_aborts(service):
     client = Client(service.address)
     chunks = client.generate([5])
     request = service.controller.next_submission().request_id
@@ -107,7 +105,7 @@ def test_a_client_that_vanishes_aborts(service: Service) -> None:
         next(chunks)
 
 
-def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
+def test_a_slow_client_loses_its_request_and_stalls_nobody():
     with running(make_config(max_undelivered_tokens=64)) as service:
         # A client that reads nothing, with the smallest window that HTTP/2 lets it have.
         options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
@@ -136,7 +134,7 @@ def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
             assert "max_undelivered_tokens (64)" in raised.value.details()
 
 
-def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch):
     """The request may have ended, with tokens that fit in no window of HTTP/2."""
     monkeypatch.setattr(servicers, "UNREAD_TIMEOUT_S", 1)
     config = make_config(drain_timeout_ms=30_000)
@@ -162,7 +160,7 @@ def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.Mo
         assert "the client has read nothing for 1 s" in raised.value.details()
 
 
-def test_more_calls_than_the_cluster_can_hold_are_refused() -> None:
+def test_more_calls_than_the_cluster_can_hold_are_refused():
     config = Config(
         cluster=ClusterConfig(num_instances=1, num_frames=1),
         scheduler=SchedulerConfig(max_queued_requests=1),
@@ -181,7 +179,7 @@ def test_more_calls_than_the_cluster_can_hold_are_refused() -> None:
         last.close()
 
 
-def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
+def test_without_a_tokenizer_ids_work_and_text_is_refused():
     with running(with_tokenizer=False) as service:
         with pytest.raises(
             InvalidArgument, match=r"text cannot be used: the checkpoint has no tokenizer\.json"
@@ -192,7 +190,7 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
         assert [(chunk.token_ids, chunk.text) for chunk in chunks] == [((9,), "")]
 
 
-def test_the_observer_gets_each_thing_once() -> None:
+def test_the_observer_gets_each_thing_once():
     with running() as service:
         chunks = service.client.generate([5, 6], max_tokens=3)
         request = service.controller.next_submission().request_id

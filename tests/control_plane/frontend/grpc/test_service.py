@@ -33,7 +33,7 @@ def health_of(address: str, name: str) -> int:
         return stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=WAIT_S).status
 
 
-def test_requests_wait_outside_until_the_cluster_is_ready() -> None:
+def test_requests_wait_outside_until_the_cluster_is_ready():
     service = Service(make_config(), LIMITS)
     try:
         assert health_of(service.address, "") == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -50,7 +50,7 @@ def test_requests_wait_outside_until_the_cluster_is_ready() -> None:
         service.close()
 
 
-def test_draining_refuses_new_requests_and_lets_open_ones_end() -> None:
+def test_draining_refuses_new_requests_and_lets_open_ones_end():
     with running() as service:
         chunks = service.client.generate([5], max_tokens=2)
         request = service.controller.next_submission().request_id
@@ -74,7 +74,7 @@ def front_end_threads() -> int:
     return [thread.name for thread in threading.enumerate()].count("front end")
 
 
-def test_a_drain_has_a_bound_and_stopping_ends_what_is_left() -> None:
+def test_a_drain_has_a_bound_and_stopping_ends_what_is_left():
     before = front_end_threads()
     service = Service(make_config(drain_timeout_ms=100), LIMITS)
     service.front_end.open(service.controller)
@@ -94,7 +94,7 @@ def test_a_drain_has_a_bound_and_stopping_ends_what_is_left() -> None:
     assert front_end_threads() == before
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -111,7 +111,7 @@ def test_a_port_in_use_is_named() -> None:
         front_end.stop()
 
 
-def test_two_services_do_not_share_a_port(service: Service) -> None:
+def test_two_services_do_not_share_a_port(service):
     port = int(service.address.rpartition(":")[2])
     with pytest.raises(OSError, match=str(port)):
         FrontEnd(
@@ -123,7 +123,7 @@ def test_two_services_do_not_share_a_port(service: Service) -> None:
         ).start()
 
 
-def test_a_server_on_every_interface_gives_an_address_to_dial() -> None:
+def test_a_server_on_every_interface_gives_an_address_to_dial():
     front_end = FrontEnd(
         Config(service=ServiceConfig(host="0.0.0.0", grpc_port=0)),
         None,
@@ -148,7 +148,7 @@ def reflected(
     return answer
 
 
-def test_reflection_lists_the_clients_services_and_no_others(service: Service) -> None:
+def test_reflection_lists_the_clients_services_and_no_others(service):
     answer = reflected(service, reflection_pb2.ServerReflectionRequest(list_services=""))
     assert {listed.name for listed in answer.list_services_response.service} == {
         "nanocp.v1.Inference",
@@ -158,7 +158,7 @@ def test_reflection_lists_the_clients_services_and_no_others(service: Service) -
     }
 
 
-def test_reflection_describes_nothing_of_the_members_services(service: Service) -> None:
+def test_reflection_describes_nothing_of_the_members_services(service):
     def is_described(**request: str) -> bool:
         answer = reflected(service, reflection_pb2.ServerReflectionRequest(**request))
         return bool(answer.file_descriptor_response.file_descriptor_proto)
@@ -169,7 +169,7 @@ def test_reflection_describes_nothing_of_the_members_services(service: Service) 
     assert is_described(file_by_filename=pb.DESCRIPTOR.name)
 
 
-def test_nothing_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_as_an_error(caplog):
     with caplog.at_level(logging.WARNING), running() as service:
         chunks = service.client.generate([5], max_tokens=1)
         service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
@@ -181,7 +181,7 @@ def test_nothing_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.records
 
 
-def test_bytes_that_are_no_request_harm_nobody(service: Service) -> None:
+def test_bytes_that_are_no_request_harm_nobody(service):
     with grpc.insecure_channel(service.address) as channel:
         raw = channel.unary_stream("/nanocp.v1.Inference/Generate")
         for garbage in (b"\xff" * 7, b"\x12\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f"):

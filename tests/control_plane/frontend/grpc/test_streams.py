@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from control_plane.frontend.validation import ModelLimits
-from harness.services.frontend_fakes import TOKENIZER, Service, running
+from harness.services.frontend_fakes import TOKENIZER, running
 from nanocp.client import InvalidArgument
 from nanocp.values.plan import Ended, FinishReason, Placement
 from nanocp.values.sampling import Token, TokenBatch, TokenLogprobs
@@ -18,9 +18,7 @@ from nanocp.wire.rows import decode_row_input
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
-def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_lived(
-    service: Service,
-) -> None:
+def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_lived(service):
     ids = TOKENIZER.encode("the life of a fox \N{HOT BEVERAGE}!")
     prompt = "the quick brown fox " * 40
     chunks = service.client.generate(prompt, max_tokens=len(ids), request_id="fox")
@@ -63,7 +61,7 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     )
 
 
-def test_the_latest_placement_is_the_one_returned(service: Service) -> None:
+def test_the_latest_placement_is_the_one_returned(service):
     chunks = service.client.generate([5] * 256, max_tokens=1)
     request = service.controller.next_submission().request_id
     service.front_end.placed(Placement(request, 0, 256, ((0, 0),)))
@@ -79,7 +77,7 @@ def test_the_latest_placement_is_the_one_returned(service: Service) -> None:
     )
 
 
-def test_tokens_of_two_instances_come_out_in_order_and_once(service: Service) -> None:
+def test_tokens_of_two_instances_come_out_in_order_and_once(service):
     other = service.member(1)
     chunks = service.client.generate([5], max_tokens=6)
     request = service.controller.next_submission().request_id
@@ -98,7 +96,7 @@ def test_tokens_of_two_instances_come_out_in_order_and_once(service: Service) ->
     other.close()
 
 
-def test_tokens_of_unknown_and_ended_requests_are_ignored(service: Service) -> None:
+def test_tokens_of_unknown_and_ended_requests_are_ignored(service):
     chunks = service.client.generate([5], max_tokens=1)
     request = service.controller.next_submission().request_id
     service.instance.deliver(request + 1000, 0, [1, 2, 3])
@@ -110,7 +108,7 @@ def test_tokens_of_unknown_and_ended_requests_are_ignored(service: Service) -> N
     service.front_end.placed(Placement(request, 0, 1, ()))
 
 
-def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> None:
+def test_an_instance_that_sends_nonsense_loses_its_stream(service):
     other = service.member(1)
     other.deliver_raw(TOKENS.encode(TokenBatch(1, (Token("", 1, 0, 7, "tired"),))))
     with pytest.raises(grpc.RpcError) as raised:
@@ -120,7 +118,7 @@ def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> N
     other.close()
 
 
-def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
+def test_the_row_carries_all_that_the_instance_needs(service):
     options = {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "seed": 11,
     }  # fmt: skip
@@ -140,7 +138,7 @@ def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
         service.controller.next_abort()
 
 
-def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Service) -> None:
+def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service):
     options = {
         "min_p": 0.25,
         "repetition_penalty": 1.5,
@@ -172,11 +170,8 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Se
     (50.0, 7200, (40_000_000, 51_000_000)),
 ])  # fmt: skip
 def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
-    service: Service,
-    timeout_s: float | None,
-    queue_timeout_s: float | None,
-    range_us: tuple[int, int] | None,
-) -> None:
+    service, timeout_s, queue_timeout_s, range_us
+):
     chunks = service.client.generate(
         [5], priority=-7, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s
     )
@@ -191,7 +186,7 @@ def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
     service.controller.next_abort()
 
 
-def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service: Service) -> None:
+def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service):
     rows = []
     for _ in range(2):
         chunks = service.client.generate([5])
@@ -204,7 +199,7 @@ def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service: Service
     assert rows[0].seed != rows[1].seed
 
 
-def test_request_ids_count_up_and_a_made_one_is_echoed(service: Service) -> None:
+def test_request_ids_count_up_and_a_made_one_is_echoed(service):
     requests, names = [], set()
     for _ in range(3):
         chunks = service.client.generate([5], max_tokens=1)
@@ -215,7 +210,7 @@ def test_request_ids_count_up_and_a_made_one_is_echoed(service: Service) -> None
     assert len(names) == 3 and all(names)
 
 
-def test_a_prompt_of_a_hundred_thousand_tokens_fits(service: Service) -> None:
+def test_a_prompt_of_a_hundred_thousand_tokens_fits(service):
     prompt = [299] * 100_000
     for asked in (prompt, "the life of a token, and then some words. " * 5_000):
         chunks = service.client.generate(asked, max_tokens=1)
@@ -225,7 +220,7 @@ def test_a_prompt_of_a_hundred_thousand_tokens_fits(service: Service) -> None:
         assert len(list(chunks)) == 1
 
 
-def test_a_longer_model_takes_larger_messages() -> None:
+def test_a_longer_model_takes_larger_messages():
     limits = ModelLimits(vocab_size=2**28, max_model_len=1_000_000)
     with (
         running(limits=limits) as service,
@@ -234,7 +229,7 @@ def test_a_longer_model_takes_larger_messages() -> None:
         next(service.client.generate([2**27] * 1_500_000))
 
 
-def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service: Service) -> None:
+def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service):
     first, *others = TOKENIZER.encode("\N{HOT BEVERAGE}")
     assert len(others) == 2
     chunks = service.client.generate([5], max_tokens=4)
@@ -248,9 +243,7 @@ def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service: Serv
 
 @pytest.mark.parametrize("is_included", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
-    service: Service, is_included: bool, is_late: bool
-) -> None:
+def test_a_stop_string_across_tokens_ends_the_request_and_its_row(service, is_included, is_late):
     """A stop string ends the request, however late the client reads.
 
     That holds if the row has run on meanwhile, and if the last token that it may generate completes
@@ -288,7 +281,7 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
     assert ("finished", STOP, 3) in service.observer.calls
 
 
-def test_a_stop_string_in_the_last_token_needs_no_abort(service: Service) -> None:
+def test_a_stop_string_in_the_last_token_needs_no_abort(service):
     (token_id,) = TOKENIZER.encode("z")
     chunks = service.client.generate([5], max_tokens=1, stop="z")
     service.instance.deliver(service.controller.next_submission().request_id, 0, [token_id], LENGTH)
@@ -297,7 +290,7 @@ def test_a_stop_string_in_the_last_token_needs_no_abort(service: Service) -> Non
     assert service.controller.aborts.empty()
 
 
-def test_stop_strings_and_bad_words_need_a_tokenizer() -> None:
+def test_stop_strings_and_bad_words_need_a_tokenizer():
     with running(with_tokenizer=False) as service:
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
             sentence = (
@@ -307,7 +300,7 @@ def test_stop_strings_and_bad_words_need_a_tokenizer() -> None:
                 next(service.client.generate([5], **{name: ["x"]}))
 
 
-def test_logprobs_come_with_their_tokens_however_these_arrive(service: Service) -> None:
+def test_logprobs_come_with_their_tokens_however_these_arrive(service):
     chunks = service.client.generate([5], max_tokens=4, logprobs=2, stop="q")
     submission = service.controller.next_submission()
     assert decode_row_input(submission.arrival.row_start).params.logprobs == 2
@@ -338,7 +331,7 @@ def test_logprobs_come_with_their_tokens_however_these_arrive(service: Service) 
     assert service.controller.next_abort() == submission.request_id
 
 
-def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> None:
+def test_many_streams_at_once_each_get_their_own_tokens(service):
     all_chunks = [
         service.client.generate([5, i], max_tokens=20, request_id=f"many-{i}") for i in range(32)
     ]

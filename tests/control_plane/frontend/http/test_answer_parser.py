@@ -72,7 +72,7 @@ def parsed(pieces: list[str], form: str, begins_inside: bool = False) -> list[An
 
 
 @pytest.mark.parametrize("form", CALLS)
-def test_each_form_is_read(form: str) -> None:
+def test_each_form_is_read(form):
     text = f"<think>\nHm.\n</think>\n\nI ask.\n{CALLS[form]}\n{CALLS[form]}"
     reasoning, content, *calls = parsed([text], form)
     assert (reasoning.kind, reasoning.text) == (PartKind.REASONING, "Hm.")
@@ -85,7 +85,7 @@ def test_each_form_is_read(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", CALLS)
-def test_the_text_around_calls_is_content_with_its_white_space(form: str) -> None:
+def test_the_text_around_calls_is_content_with_its_white_space(form):
     before, call, behind = parsed([f" Look \n{CALLS[form]}\n  Done. "], form)
     assert call.call and (before.text, behind.text) == (" Look \n", "\n  Done. ")
     # What is between calls, and nothing but white space, is layout.
@@ -108,9 +108,7 @@ PIECES = st.sampled_from([
     st.lists(PIECES, max_size=8).map("".join), st.sampled_from(sorted(CALLS)), st.booleans(),
     st.data(),
 )  # fmt: skip
-def test_any_cutting_of_a_text_parses_to_what_the_whole_does(
-    text: str, form: str, begins_inside: bool, data: st.DataObject
-) -> None:
+def test_any_cutting_of_a_text_parses_to_what_the_whole_does(text, form, begins_inside, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parsed(pieces, form, begins_inside) == parsed([text], form, begins_inside)
@@ -119,7 +117,7 @@ def test_any_cutting_of_a_text_parses_to_what_the_whole_does(
 
 @settings(max_examples=100, deadline=None)
 @given(st.text("<>/ab \n", max_size=30))
-def test_a_text_without_markers_is_the_content(text: str) -> None:
+def test_a_text_without_markers_is_the_content(text):
     shown = "".join(part.text for part in parsed(list(text), "hermes"))
     assert shown == text
 
@@ -167,7 +165,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("form", "broken"), [(f, one) for f in BROKEN for one in BROKEN[f]])
-def test_what_is_no_call_stays_content(form: str, broken: str) -> None:
+def test_what_is_no_call_stays_content(form, broken):
     assert parsed(["Look:  ", broken, " "], form) == [
         AnswerPart(PartKind.CONTENT, f"Look:  {broken} ")
     ]
@@ -237,13 +235,13 @@ QWEN = "<tool_call>\n<function=weather>\n<parameter={}>{}</parameter>\n</functio
     ("qwen3_coder", QWEN.format("city", "\n  a\n\n"), '{"city": "  a\\n"}'),
     ("qwen3_coder", QWEN.format("city", "\n\n"), '{"city": ""}'),
 ])  # fmt: skip
-def test_arguments_are_json_of_the_tools_types(form: str, text: str, arguments: str) -> None:
+def test_arguments_are_json_of_the_tools_types(form, text, arguments):
     (part,) = parsed([text], form)
     assert part.call and part.call.arguments == arguments
     assert parsed(list(text), form) == [part]
 
 
-def test_a_value_that_holds_tags_and_calls_of_every_form_is_one_value() -> None:
+def test_a_value_that_holds_tags_and_calls_of_every_form_is_one_value():
     """`make seeds KIND=calls` plays more."""
     for seed in range(500):
         play(seed)
@@ -273,21 +271,21 @@ ONE = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
         ("glm47", "city", ONE[: ONE.index("</arg_value>")], "none"),
     ],
 )  # fmt: skip
-def test_what_a_tag_within_a_value_means(form: str, key: str, text: str, expected: str) -> None:
+def test_what_a_tag_within_a_value_means(form, key, text, expected):
     whole = (QWEN if form == "qwen3_coder" else GLM).format(key, text)
     for parts in (parsed([whole], form), parsed(list(whole), form)):
         calls = [json.loads(part.call.arguments) for part in parts if part.call]
         assert calls == ([{key: text}] if expected == "whole" else [])
 
 
-def test_quotes_around_a_name_are_none_of_it() -> None:
+def test_quotes_around_a_name_are_none_of_it():
     for quote in "'\"":
         text = QWEN.replace("=weather", f"={quote}weather{quote}").format(f"{quote}days{quote}", 3)
         (part,) = parsed([text], "qwen3_coder")
         assert part.call and (part.call.name, part.call.arguments) == ("weather", '{"days": 3}')
 
 
-def test_a_call_that_max_tokens_cut_is_none() -> None:
+def test_a_call_that_max_tokens_cut_is_none():
     cut = {
         "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
         "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
@@ -302,7 +300,7 @@ def test_a_call_that_max_tokens_cut_is_none() -> None:
 
 
 @pytest.mark.parametrize("form", CALLS)
-def test_the_end_of_reasoning_within_a_value_is_the_values(form: str) -> None:
+def test_the_end_of_reasoning_within_a_value_is_the_values(form):
     call = CALLS[form].replace("Köln", "a </think> b")
     reasoning, found = parsed([f"hm\n{call}"], form, begins_inside=True)
     assert reasoning.text == "hm" and found.call and "</think>" in found.call.arguments
@@ -313,7 +311,7 @@ def test_the_end_of_reasoning_within_a_value_is_the_values(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", CALLS)
-def test_a_value_of_a_megabyte_is_read_in_the_time_of_its_length(form: str) -> None:
+def test_a_value_of_a_megabyte_is_read_in_the_time_of_its_length(form):
     tags = {"qwen3_coder": "</parameter></function>", "glm47": "</arg_value> <arg_key>"}
     tag = tags.get(form, CALL_FORMS[form].end) + " "
     seconds = []
@@ -327,7 +325,7 @@ def test_a_value_of_a_megabyte_is_read_in_the_time_of_its_length(form: str) -> N
     assert seconds[1] < 24 * seconds[0]
 
 
-def test_an_id_that_the_model_writes_is_kept_and_an_odd_one_becomes_one() -> None:
+def test_an_id_that_the_model_writes_is_kept_and_an_odd_one_becomes_one():
     ids = {
         "functions.weather:4": "functions.weather:4",
         "weather:0": "weather:0",
@@ -340,7 +338,7 @@ def test_an_id_that_the_model_writes_is_kept_and_an_odd_one_becomes_one() -> Non
         assert part.call and (part.call.id, part.call.name) == (expected, "weather")
 
 
-def test_a_call_ends_the_reasoning_if_nothing_else_does() -> None:
+def test_a_call_ends_the_reasoning_if_nothing_else_does():
     for form, call in CALLS.items():
         reasoning, found = parsed([f"<think>hm\n{call}"], form)
         assert (reasoning.kind, reasoning.text) == (PartKind.REASONING, "hm")
@@ -354,7 +352,7 @@ def test_a_call_ends_the_reasoning_if_nothing_else_does() -> None:
     assert thought == AnswerPart(PartKind.REASONING, mention)
 
 
-def test_a_prompt_may_begin_the_reasoning() -> None:
+def test_a_prompt_may_begin_the_reasoning():
     reasoning, content = parsed(["so\n</think>\n\nYes"], "hermes", begins_inside=True)
     assert (reasoning.text, content.text) == ("so", "Yes")
     (cut,) = parsed(["so it"], "hermes", begins_inside=True)
@@ -371,7 +369,7 @@ def forced(text: str, name: str | None = None) -> list[list[AnswerPart]]:
     return [parser.feed(character) for character in text] + [parser.finish()]
 
 
-def test_each_forced_call_comes_when_it_is_complete() -> None:
+def test_each_forced_call_comes_when_it_is_complete():
     parts = forced(LIST)
     calls = [(at, part.call) for at, some in enumerate(parts) for part in some]
     first, last = LIST.index("}},{"), len(LIST) - 1
@@ -384,7 +382,7 @@ def test_each_forced_call_comes_when_it_is_complete() -> None:
     assert call.call and (call.call.name, call.call.arguments) == ("f", '{"a":1}')
 
 
-def test_what_max_tokens_cut_of_forced_calls_is_content() -> None:
+def test_what_max_tokens_cut_of_forced_calls_is_content():
     (*_, rest) = forced('{"a": ', "f")
     assert rest == [AnswerPart(PartKind.CONTENT, '{"a": ')]
     (*_, rest) = forced(LIST[:-4])
@@ -394,14 +392,14 @@ def test_what_max_tokens_cut_of_forced_calls_is_content() -> None:
     assert rest == [AnswerPart(PartKind.CONTENT, '[{"na')]
 
 
-def test_forced_arguments_may_be_nested_as_deep_as_they_are() -> None:
+def test_forced_arguments_may_be_nested_as_deep_as_they_are():
     deep = '{"x":' + "[" * 5000 + "]" * 5000 + "}"
     (*_, (call,), _) = forced(deep, "f")
     assert call.call and call.call.arguments == deep
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45"])
-def test_markers_without_end_cost_no_more_than_their_length(form: str) -> None:
+def test_markers_without_end_cost_no_more_than_their_length(form):
     """What is held is looked at a bounded number of times."""
     for text in ("<tool_call>" * 50_000, '<tool_call>{"a": "' + "</tool_call>" * 5_000):
         (part,) = parsed([text[at : at + 1000] for at in range(0, len(text), 1000)], form)

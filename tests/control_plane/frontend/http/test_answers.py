@@ -7,16 +7,14 @@ import contextlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai import OpenAI
 
 from control_plane.frontend.http.served_model import open_model
-from harness.services.frontend_fakes import LIMITS, TOKENIZER, Service, running
+from harness.services.frontend_fakes import LIMITS, TOKENIZER, running
 from harness.services.openai_service import (
     HELLO,
     LENGTH,
@@ -31,9 +29,7 @@ from nanocp.values.plan import Placement
 from nanocp.wire.rows import decode_row_input
 
 
-def test_a_completion_is_answered(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_a_completion_is_answered(service, client, pool):
     answer = pool.submit(client.completions.create, model="tiny", prompt="the quick", max_tokens=9)
     deliver(service, [*HELLO, 1], STOP)
     completion = answer.result(WAIT_S)
@@ -55,9 +51,7 @@ def test_a_completion_is_answered(
     assert usage == (prompt_len, len(HELLO) + 1, prompt_len + len(HELLO) + 1)
 
 
-def test_a_chat_is_rendered_and_answered(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_a_chat_is_rendered_and_answered(service, client, pool):
     parts: Any = [{"type": "text", "text": "who"}, {"type": "text", "text": "are you"}]
     messages: Any = [{"role": "system", "content": "the fox"}, {"role": "user", "content": parts}]
     answer = pool.submit(client.chat.completions.create, model="tiny", messages=messages)
@@ -78,9 +72,7 @@ def test_a_chat_is_rendered_and_answered(
     assert completion.id.startswith("chatcmpl-") and completion.object == "chat.completion"
 
 
-def test_a_chat_streams_its_role_its_text_its_end_and_its_usage(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_a_chat_streams_its_role_its_text_its_end_and_its_usage(service, client, pool):
     def chat() -> list[Any]:
         options: Any = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
         messages: Any = [{"role": "user", "content": "hi"}]
@@ -107,7 +99,7 @@ def test_a_chat_streams_its_role_its_text_its_end_and_its_usage(
     assert chunks[-1].usage.completion_tokens == 2 * len(HELLO)
 
 
-def test_the_asynchronous_client_streams_too(service: Service, pool: ThreadPoolExecutor) -> None:
+def test_the_asynchronous_client_streams_too(service, pool):
     async def complete() -> str:
         async with openai.AsyncOpenAI(
             base_url=f"{service.url}/v1", api_key="EMPTY", timeout=WAIT_S
@@ -120,9 +112,7 @@ def test_the_asynchronous_client_streams_too(service: Service, pool: ThreadPoolE
     assert answer.result(WAIT_S) == "the fox"
 
 
-def test_several_prompts_with_choices_are_numbered_over_all(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_several_prompts_with_choices_are_numbered_over_all(service, client, pool):
     extra: Any = {"return_token_ids": True}
     for is_stream in (False, True):
         answer = pool.submit(
@@ -150,9 +140,7 @@ def test_several_prompts_with_choices_are_numbered_over_all(
             assert got.usage.prompt_tokens == 3, "a prompt counts once"  # type: ignore[union-attr]
 
 
-def test_fields_of_vllm_reach_the_row(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_fields_of_vllm_reach_the_row(service, client, pool):
     extra = {
         "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True, "min_tokens": 2,
         "priority": -3,
@@ -187,9 +175,7 @@ def test_fields_of_vllm_reach_the_row(
     assert service.controller.next_abort() == submission.request_id
 
 
-def test_absent_fields_take_the_checkpoints_defaults_and_openais(
-    service: Service, pool: ThreadPoolExecutor
-) -> None:
+def test_absent_fields_take_the_checkpoints_defaults_and_openais(service, pool):
     body = {
         "prompt": [5], "top_k": -1, "temperature": None, "max_tokens": None, "n": None,
         "stop": None, "seed": -1,
@@ -203,7 +189,7 @@ def test_absent_fields_take_the_checkpoints_defaults_and_openais(
     assert answer.result(WAIT_S).status_code == 200
 
 
-def test_defaults_of_the_checkpoint_are_checked_before_anybody_asks(tmp_path: Path) -> None:
+def test_defaults_of_the_checkpoint_are_checked_before_anybody_asks(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"top_k": -1, "temperature": 0.6, "top_p": None, "do_sample": True}))
     assert open_model(tmp_path, "").default_sampling == {"top_k": 0, "temperature": 0.6}
@@ -230,18 +216,14 @@ def test_defaults_of_the_checkpoint_are_checked_before_anybody_asks(tmp_path: Pa
             open_model(tmp_path, "")
 
 
-def test_the_text_may_begin_with_the_prompts(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_the_text_may_begin_with_the_prompts(service, client, pool):
     for prompt, text in (("who? ", "who? "), (TOKENIZER.encode("who? "), "who? ")):
         answer = pool.submit(client.completions.create, model="tiny", prompt=prompt, echo=True)
         deliver(service, HELLO)
         assert answer.result(WAIT_S).choices[0].text == text + "the fox"
 
 
-def test_an_echo_is_what_was_sent_alone_or_in_a_list(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_an_echo_is_what_was_sent_alone_or_in_a_list(service, client, pool):
     """Special tokens that the tokenizer adds or that the text spells are not written anew."""
     sent = "</s> who?"
     for prompt in (sent, [sent], [sent, "why?"], [sent, sent]):
@@ -253,9 +235,7 @@ def test_an_echo_is_what_was_sent_alone_or_in_a_list(
         assert echoed == [text + "the fox" for text in texts for _ in range(2)]
 
 
-def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(service, client, pool):
     headers = {"X-Request-Id": "mine"}
     num_first = service.observer.calls.count(("first",))
     answer = pool.submit(
@@ -275,9 +255,7 @@ def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(
     assert [choice.finish_reason for choice in completion.choices] == ["length", "abort"]
 
 
-def test_continuous_usage_is_each_choices_own(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_continuous_usage_is_each_choices_own(service, client, pool):
     for is_asked in (True, False):
         # As in vLLM, one option without the other says nothing.
         options: Any = {"include_usage": is_asked, "continuous_usage_stats": True}
@@ -291,9 +269,7 @@ def test_continuous_usage_is_each_choices_own(
             assert chunk.usage.total_tokens == 2 + len(HELLO)
 
 
-def test_special_tokens_are_in_the_text_of_who_asks(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_special_tokens_are_in_the_text_of_who_asks(service, client, pool):
     for skips, text in ((True, "the fox"), (False, "the<s> fox")):
         extra = {"skip_special_tokens": skips}
         answer = pool.submit(client.completions.create, model="tiny", prompt=[5], extra_body=extra)
@@ -303,9 +279,7 @@ def test_special_tokens_are_in_the_text_of_who_asks(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_the_placement_of_a_request_is_returned_if_asked_for(
-    service: Service, pool: ThreadPoolExecutor, path: str, is_stream: bool
-) -> None:
+def test_the_placement_of_a_request_is_returned_if_asked_for(service, pool, path, is_stream):
     prompt: dict[str, Any] = (
         {"messages": [{"role": "u", "content": "hi " * 60}]}
         if "chat" in path
@@ -334,7 +308,7 @@ def test_the_placement_of_a_request_is_returned_if_asked_for(
         assert choice.get("placement") == (expected if asks else None)
 
 
-def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
+def test_without_a_tokenizer_tokens_go_by_their_ids():
     with running(model=MODEL, with_tokenizer=False) as service, ThreadPoolExecutor() as pool:
         client = client_of(service)
         options: Any = {"logprobs": 1, "extra_body": {"return_token_ids": True}}

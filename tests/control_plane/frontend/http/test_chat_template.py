@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,9 +52,7 @@ CHAT = [
     (CHAT[:3], {"add_generation_prompt": False, "continue_final_message": True}),
     ([*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], {}),
 ])  # fmt: skip
-def test_a_chat_renders_as_transformers_applies_the_template(
-    messages: list[dict[str, Any]], options: dict[str, Any]
-) -> None:
+def test_a_chat_renders_as_transformers_applies_the_template(messages, options):
     from transformers import PreTrainedTokenizerFast
 
     reference = PreTrainedTokenizerFast(
@@ -75,14 +71,12 @@ def test_a_chat_renders_as_transformers_applies_the_template(
     (CHAT[:3], {"continue_final_message": True}, "are both true; one must be false"),
     ([{"role": "user", "content": 5}], {}, "cannot be rendered"),
 ])  # fmt: skip
-def test_what_a_template_refuses_is_a_sentence(
-    messages: list[dict[str, Any]], options: dict[str, Any], sentence: str
-) -> None:
+def test_what_a_template_refuses_is_a_sentence(messages, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         ChatTemplate(TURNS, TOKENS).render(messages, **options)
 
 
-def test_a_checkpoint_says_its_template_in_a_file_or_in_its_configuration(tmp_path: Path) -> None:
+def test_a_checkpoint_says_its_template_in_a_file_or_in_its_configuration(tmp_path):
     assert load_chat_template(tmp_path) is None
     named = [
         {"name": "tool_use", "template": "no"},
@@ -116,9 +110,7 @@ ADDED = {"content": "<b>", "lstrip": False, "normalized": False, "special": True
     ({"bos_token": "<a>", "added_tokens_decoder": {"0": ADDED}}, {"bos_token": "<b>"}, "<a>"),
     ({}, {}, ""),
 ])  # fmt: skip
-def test_special_tokens_are_those_of_both_files(
-    tmp_path: Path, config: dict[str, Any], named: dict[str, Any] | None, text: str
-) -> None:
+def test_special_tokens_are_those_of_both_files(tmp_path, config, named, text):
     """transformers 5.24.0 reads special_tokens_map.json where no decoder is listed."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
@@ -131,7 +123,7 @@ def test_special_tokens_are_those_of_both_files(
         load_chat_template(tmp_path)
 
 
-def test_rendering_brings_no_torch() -> None:
+def test_rendering_brings_no_torch():
     program = (
         "import sys; from control_plane.frontend.http.tools.chat_template import ChatTemplate\n"
         "assert ChatTemplate('{{ messages[0].role }}', {}).render([{'role': 'user'}]) == 'user'\n"

@@ -34,9 +34,7 @@ def post(version: bytes, **body: object) -> bytes:
 
 @pytest.mark.parametrize("more", [b"", b"Connection: keep-alive\r\n"])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_an_answer_to_http_1_0_has_no_chunks(
-    service: Service, is_stream: bool, more: bytes
-) -> None:
+def test_an_answer_to_http_1_0_has_no_chunks(service, is_stream, more):
     """RFC 9112, 6.1: no Transfer-Encoding unless the request is of HTTP/1.1 or later."""
     with connection(service) as client:
         client.settimeout(WAIT_S)
@@ -57,7 +55,7 @@ def test_an_answer_to_http_1_0_has_no_chunks(
         assert json.loads(body)["usage"]["completion_tokens"] == len(HELLO)
 
 
-def test_get_and_head_of_http_1_0_are_as_they_were(service: Service) -> None:
+def test_get_and_head_of_http_1_0_are_as_they_were(service):
     for method, has_body in ((b"GET", True), (b"HEAD", False)):
         with connection(service) as client:
             client.settimeout(WAIT_S)
@@ -69,7 +67,7 @@ def test_get_and_head_of_http_1_0_are_as_they_were(service: Service) -> None:
 
 
 @pytest.mark.parametrize("begun", ["a head", "a head and a part of its body", "a line end"])
-def test_a_stream_goes_on_when_the_next_request_has_begun(service: Service, begun: str) -> None:
+def test_a_stream_goes_on_when_the_next_request_has_begun(service, begun):
     following = post(b"1.1")
     cut = {"a head": 30, "a head and a part of its body": len(following) - 3, "a line end": 2}[
         begun
@@ -101,7 +99,7 @@ def test_a_stream_goes_on_when_the_next_request_has_begun(service: Service, begu
         assert answer.count(b"[DONE]") == 1
 
 
-def test_a_request_that_never_ends_is_cut_as_before(service: Service) -> None:
+def test_a_request_that_never_ends_is_cut_as_before(service):
     for sent in (b"", b"POST /v1/comp", post(b"1.1")[:-3]):
         with connection(service) as client:
             client.settimeout(WAIT_S)
@@ -120,9 +118,7 @@ def test_a_request_that_never_ends_is_cut_as_before(service: Service) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("named", ["cmpl-mine", "cmpl-mine-0"])
-def test_an_answers_id_is_that_of_all_its_prompts(
-    service: Service, is_stream: bool, named: str
-) -> None:
+def test_an_answers_id_is_that_of_all_its_prompts(service, is_stream, named):
     body = {"prompt": [[5], [6], [7]], "n": 2, "request_id": "mine", "stream": is_stream}
     with ThreadPoolExecutor() as pool, Client(service.address) as client:
         asked = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=WAIT_S)
@@ -145,7 +141,7 @@ def test_an_answers_id_is_that_of_all_its_prompts(
             client.abort("cmpl-mine")
 
 
-def test_an_id_is_free_again_when_every_prompt_has_ended(service: Service) -> None:
+def test_an_id_is_free_again_when_every_prompt_has_ended(service):
     body = {"prompt": [[5], [6]], "request_id": "again"}
     with ThreadPoolExecutor() as pool:
         for _ in range(2):

@@ -38,7 +38,7 @@ def by_transformers(name: str, messages: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_form_of_calls_is_the_one_that_reads_what_the_template_writes(name: str) -> None:
+def test_the_form_of_calls_is_the_one_that_reads_what_the_template_writes(name):
     assert habits_of(TEMPLATES[name]).call_form == FORMS[name][1]
 
 
@@ -54,7 +54,7 @@ OPEN_EXAMPLES = {
 
 @pytest.mark.parametrize("example", OPEN_EXAMPLES)
 @pytest.mark.parametrize("name", FORMS)
-def test_an_example_that_does_not_end_hides_no_form(name: str, example: str) -> None:
+def test_an_example_that_does_not_end_hides_no_form(name, example):
     source, form = FORMS[name]
     shown = "{% raw %}" + OPEN_EXAMPLES[example] + "\n{% endraw %}"
     assert habits_of(ChatTemplate(shown + source, TOKENS)).call_form == form
@@ -65,7 +65,7 @@ WRITTEN = '{"city": "Köln", "deep": {"a": [1, null]}}'
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("content", [None, "", "So."])
-def test_a_second_turn_renders_as_transformers_does(name: str, content: str | None) -> None:
+def test_a_second_turn_renders_as_transformers_does(name, content):
     """Arguments are objects, as transformers documents it, or a text where only that renders."""
     takes_text = name in ("deepseek_r1", "functionary")
     plain = asked(WRITTEN if takes_text else json.loads(WRITTEN), content or "")
@@ -83,12 +83,12 @@ def test_a_second_turn_renders_as_transformers_does(name: str, content: str | No
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("sent", ["", "null", "[]", '"a"', "5", '{"city": ', None, [], "[" * 5000])
-def test_arguments_that_are_no_object_are_none(name: str, sent: Any) -> None:
+def test_arguments_that_are_no_object_are_none(name, sent):
     assert rendered(name, asked(sent)) == rendered(name, asked("{}"))
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_clients_echo_renders_as_if_it_was_not_there(name: str) -> None:
+def test_what_clients_echo_renders_as_if_it_was_not_there(name):
     answer = {"role": "assistant", "content": "Yes."}
     echoed = {**answer, "tool_calls": [], "refusal": None, "function_call": None, "audio": None}
     user = {"role": "user", "content": "So?"}
@@ -105,7 +105,7 @@ PARTS = [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_parts_are_passed_to_templates_that_take_them(name: str, role: str) -> None:
+def test_parts_are_passed_to_templates_that_take_them(name, role):
     messages = [{"role": role, "content": PARTS}, {"role": "user", "content": "So?"}]
     takes = name == "glm45" or (name, role) == ("glm47", "user")
     joined = [{"role": role, "content": "OneTwo" if takes else "One\nTwo"}, messages[1]]
@@ -116,7 +116,7 @@ def test_parts_are_passed_to_templates_that_take_them(name: str, role: str) -> N
     assert rendered(name, none) == rendered(name, [{"role": role, "content": ""}, messages[1]])
 
 
-def test_a_developer_is_the_system_for_templates_that_do_not_know_one() -> None:
+def test_a_developer_is_the_system_for_templates_that_do_not_know_one():
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "So?"}]
     as_system = [{**messages[0], "role": "system"}, messages[1]]
     for name in FORMS:
@@ -127,7 +127,7 @@ def test_a_developer_is_the_system_for_templates_that_do_not_know_one() -> None:
     assert "<developer>" in knows.render(conversation([Message(**m) for m in messages], knows))
 
 
-def test_a_refusal_of_the_assistant_is_its_text() -> None:
+def test_a_refusal_of_the_assistant_is_its_text():
     refusal = [{"type": "refusal", "refusal": "No."}]
     assert "<assistant>No." in rendered("qwen3", [{"role": "assistant", "content": refusal}])
 
@@ -144,6 +144,6 @@ def test_a_refusal_of_the_assistant_is_its_text() -> None:
     ({"role": "assistant", "tool_calls": ["a"]}, "messages.0.tool_calls.0 is no call"),
     ({"role": "assistant", "tool_calls": [call("{}"), {"function": 5}]}, "tool_calls.1 is no"),
 ])  # fmt: skip
-def test_what_is_no_message_is_named(message: dict[str, Any], sentence: str) -> None:
+def test_what_is_no_message_is_named(message, sentence):
     with pytest.raises(ApiError, match=sentence):
         conversation([Message(**message)], TEMPLATES["qwen3"])

@@ -33,9 +33,7 @@ def service() -> Iterator[Service]:
     ({"prompt": [5] * 90, "max_tokens": 101}, "max_tokens is 101; it must be at most 100",
      "max_tokens"),
 ])  # fmt: skip
-def test_a_prompt_that_is_too_long_is_said_in_openais_words(
-    service: Service, body: dict[str, object], sentence: str, param: str
-) -> None:
+def test_a_prompt_that_is_too_long_is_said_in_openais_words(service, body, sentence, param):
     """LiteLLM looks for the words, LangChain for the code."""
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY")
     with pytest.raises(openai.BadRequestError) as caught:
@@ -57,13 +55,13 @@ def test_a_prompt_that_is_too_long_is_said_in_openais_words(
     ("bad_words", [""]),
     ("seed", 1 << 80),
 ])  # fmt: skip
-def test_a_value_out_of_range_names_its_field(service: Service, field: str, value: object) -> None:
+def test_a_value_out_of_range_names_its_field(service, field, value):
     answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a", field: value})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, field, 400), error
 
 
-def test_pages_for_people_need_nothing_from_elsewhere(service: Service) -> None:
+def test_pages_for_people_need_nothing_from_elsewhere(service):
     links = httpx.get(f"{service.url}/").text
     for path in re.findall(r'href="(?!data:)([^"]+)"', links):
         assert httpx.get(f"{service.url}/{path}").status_code != 404, path
@@ -81,7 +79,7 @@ def test_pages_for_people_need_nothing_from_elsewhere(service: Service) -> None:
     assert schemes == {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
 
 
-def test_head_is_get_without_a_body_and_ping_is_health(service: Service) -> None:
+def test_head_is_get_without_a_body_and_ping_is_health(service):
     for path in ("/health", "/v1/models", "/ping", "/version"):
         got, head = httpx.get(service.url + path), httpx.head(service.url + path)
         assert (head.status_code, head.content) == (got.status_code, b"")
@@ -90,7 +88,7 @@ def test_head_is_get_without_a_body_and_ping_is_health(service: Service) -> None
     assert httpx.post(f"{service.url}/ping").status_code == 200
 
 
-def test_only_pages_of_the_origins_may_call(service: Service) -> None:
+def test_only_pages_of_the_origins_may_call(service):
     def asked(origin: str) -> httpx.Response:
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         return httpx.options(f"{service.url}/v1/completions", headers=headers)
@@ -103,7 +101,7 @@ def test_only_pages_of_the_origins_may_call(service: Service) -> None:
     assert "x-request-id" in got.headers["Access-Control-Expose-Headers"].lower()
 
 
-def test_cached_tokens_are_those_whose_pages_were_in_the_cluster() -> None:
+def test_cached_tokens_are_those_whose_pages_were_in_the_cluster():
     config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=1))
     with hash_service(config) as service:
         url = f"http://{service.http_address}/v1/completions"
@@ -129,6 +127,6 @@ def test_cached_tokens_are_those_whose_pages_were_in_the_cluster() -> None:
         )
 
 
-def test_the_wheel_has_the_page() -> None:
+def test_the_wheel_has_the_page():
     text = (Path(__file__).parents[4] / "pyproject.toml").read_text()
     assert '"frontend/http/*.html"' in text

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import OpenAI
 
 from control_plane.frontend.http import server
 from harness.services.frontend_fakes import LIMITS, TOKENIZER, Service, make_config, running
@@ -22,7 +21,7 @@ from nanocp.values.plan import Ended, FinishReason
 from nanocp.values.sampling import Token, TokenLogprobs
 
 
-def test_the_model_and_the_version_are_returned(service: Service, client: OpenAI) -> None:
+def test_the_model_and_the_version_are_returned(service, client):
     (card,) = client.models.list().data
     assert (card.id, card.owned_by, card.model_extra and card.model_extra["max_model_len"]) == (
         "tiny",
@@ -33,7 +32,7 @@ def test_the_model_and_the_version_are_returned(service: Service, client: OpenAI
     assert httpx.get(f"{service.url}/version").json()["version"]
 
 
-def test_texts_and_chats_are_tokenized_and_back(service: Service) -> None:
+def test_texts_and_chats_are_tokenized_and_back(service):
     def post(path: str, **body: Any) -> Any:
         return httpx.post(f"{service.url}/{path}", json=body).json()
 
@@ -52,7 +51,7 @@ def test_texts_and_chats_are_tokenized_and_back(service: Service) -> None:
     assert post("detokenize", tokens=chat["tokens"]) == {"prompt": "<s>user: hi\n"}
 
 
-def test_health_and_readiness_follow_the_cluster() -> None:
+def test_health_and_readiness_follow_the_cluster():
     service = Service(make_config(), LIMITS, model=MODEL)
     try:
         states: list[tuple[int, int]] = []
@@ -79,7 +78,7 @@ def test_health_and_readiness_follow_the_cluster() -> None:
         service.close()
 
 
-def test_a_port_in_use_is_a_sentence_and_the_front_end_ends() -> None:
+def test_a_port_in_use_is_a_sentence_and_the_front_end_ends():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = make_config()
@@ -102,8 +101,8 @@ def test_a_port_in_use_is_a_sentence_and_the_front_end_ends() -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_what_the_scheduler_ends_before_a_token_is_a_status(
-    service: Service, pool: ThreadPoolExecutor, reason: FinishReason, status: int, is_stream: bool
-) -> None:
+    service, pool, reason, status, is_stream
+):
     body = {"prompt": [5], "stream": is_stream}
     answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body)
     service.front_end.ended(
@@ -117,7 +116,7 @@ def test_what_the_scheduler_ends_before_a_token_is_a_status(
     assert response.headers.get("Retry-After") == ("1" if status == 503 else None)
 
 
-def test_what_fails_within_a_stream_is_an_event(service: Service, client: OpenAI) -> None:
+def test_what_fails_within_a_stream_is_an_event(service, client):
     def begin() -> Any:
         return client.completions.create(model="tiny", prompt=[5], stream=True)
 
@@ -134,9 +133,7 @@ def test_what_fails_within_a_stream_is_an_event(service: Service, client: OpenAI
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_a_client_that_goes_away_aborts_every_choice(
-    service: Service, is_stream: bool, num_tokens: int
-) -> None:
+def test_a_client_that_goes_away_aborts_every_choice(service, is_stream, num_tokens):
     with connection(service) as client:
         send(client, {"prompt": [[5], [6]], "n": 2, "max_tokens": 9, "stream": is_stream})
         requests = [service.controller.next_submission().request_id for _ in range(4)]
@@ -147,7 +144,7 @@ def test_a_client_that_goes_away_aborts_every_choice(
     assert {service.controller.next_abort() for _ in range(4)} == set(requests)
 
 
-def test_a_client_that_does_not_read_loses_its_request() -> None:
+def test_a_client_that_does_not_read_loses_its_request():
     with running(make_config(max_undelivered_tokens=64), model=MODEL) as service:
         client = idle_reader(service)
         request = service.controller.next_submission().request_id
@@ -162,7 +159,7 @@ def test_a_client_that_does_not_read_loses_its_request() -> None:
         client.close()
 
 
-def test_a_client_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_is_cut(monkeypatch):
     monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1)
     with (
         running(make_config(max_undelivered_tokens=64), model=MODEL) as service,
@@ -206,7 +203,7 @@ def flood(service: Service, request: int) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /v1/comp", b"POST /tokenize HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
 )
-def test_a_client_that_does_not_say_what_it_wants_is_cut(sent: bytes) -> None:
+def test_a_client_that_does_not_say_what_it_wants_is_cut(sent):
     with (
         running(make_config(http_request_timeout_ms=200), model=MODEL) as service,
         connection(service) as client,
@@ -217,7 +214,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_cut(sent: bytes) -> None:
             assert client.recv(100) == b""
 
 
-def test_connections_are_bounded() -> None:
+def test_connections_are_bounded():
     with (
         running(make_config(max_http_connections=2), model=MODEL) as service,
         connection(service) as idle,
@@ -231,7 +228,7 @@ def test_connections_are_bounded() -> None:
             assert time.monotonic() < deadline, "closed connections still count"
 
 
-def test_streams_end_with_a_sentence_when_the_service_stops() -> None:
+def test_streams_end_with_a_sentence_when_the_service_stops():
     service = Service(make_config(), LIMITS, model=MODEL)
     service.front_end.open(service.controller)
     with ThreadPoolExecutor() as pool:

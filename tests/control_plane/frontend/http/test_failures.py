@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,13 +35,7 @@ def fail(*_: Any) -> Any:
 
 @pytest.mark.parametrize("writer", [CompletionWriter, ChatWriter])
 @pytest.mark.parametrize("method", ["body", "chunks", "last_chunks"])
-def test_a_failure_has_its_id_its_origin_and_an_end(
-    service: Service,
-    pool: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    writer: type,
-    method: str,
-) -> None:
+def test_a_failure_has_its_id_its_origin_and_an_end(service, pool, monkeypatch, writer, method):
     monkeypatch.setattr(writer, method, fail)
     is_stream = method != "body"
     path, body = "completions", {"prompt": [5]}
@@ -68,9 +60,7 @@ def test_a_failure_has_its_id_its_origin_and_an_end(
     assert "its log says why" in error["message"]
 
 
-def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_is_sent(
-    service: Service,
-) -> None:
+def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_is_sent(service):
     with connection(service) as client:
         client.settimeout(WAIT_S)
         client.sendall(
@@ -81,9 +71,7 @@ def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_is_sent(
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_only_the_last_chunk_has_usage_and_the_others_null(
-    service: Service, pool: ThreadPoolExecutor, asks: bool
-) -> None:
+def test_only_the_last_chunk_has_usage_and_the_others_null(service, pool, asks):
     for path, body in (
         ("completions", {"prompt": [5]}),
         ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
@@ -103,13 +91,13 @@ def test_only_the_last_chunk_has_usage_and_the_others_null(
             assert set(usages) == {"absent"}
 
 
-def test_models_with_a_slash_are_the_list_too(service: Service) -> None:
+def test_models_with_a_slash_are_the_list_too(service):
     assert httpx.get(f"{service.url}/v1/models/").json()["object"] == "list"
     assert httpx.get(f"{service.url}/v1/models/tiny").json()["object"] == "model"
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_offsets_are_places_in_the_text(skips: bool) -> None:
+def test_offsets_are_places_in_the_text(skips):
     ids = [*TOKENIZER.encode("a\N{GRINNING FACE}the"), 1, *TOKENIZER.encode("b")]
     offsets = TextOffsets(TOKENIZER, skips)
     assert offsets.of_prompt([0, *HELLO], "the fox")[0] == 0
@@ -122,13 +110,13 @@ def test_offsets_are_places_in_the_text(skips: bool) -> None:
     assert TextOffsets(None, True).of([5, 6]) == [0, 0]
 
 
-def test_tokens_of_one_name_are_told_apart() -> None:
+def test_tokens_of_one_name_are_told_apart():
     first, second = TOKENIZER.encode("\N{GRINNING FACE}")[:2]
     named = TokenNames(TOKENIZER, False).by_name([(second, -2.0), (first, -1.0), (second, -2.0)])
     assert named == {"\N{REPLACEMENT CHARACTER}": -2.0, r"bytes:\xf0": -1.0}
 
 
-def test_a_batch_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_batch_file_may_begin_with_a_byte_order_mark(tmp_path):
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
     path = tmp_path / "requests.jsonl"
     path.write_text(json.dumps(line), encoding="utf-8-sig")

@@ -28,7 +28,6 @@ from control_plane.frontend.http.protocol import (
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
 from harness.paths import ROOT
-from harness.services.frontend_fakes import Service
 from harness.services.openai_service import MODEL
 
 # The request models of vLLM 0.33.0 (vllm/entrypoints/openai/*/protocol.py), names only. Those of
@@ -67,7 +66,7 @@ BOTH = pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 
 
 @BOTH
-def test_every_field_is_in_one_table(kind: type[GenerationRequest]) -> None:
+def test_every_field_is_in_one_table(kind):
     tables = [set(kind.model_fields), set(kind.refused), set(kind.harmless)]
     for name in {*VLLM[kind].split(), *OPENAI[kind]}:
         assert sum(name in table for table in tables) == 1, (name, openai.VERSION)
@@ -75,9 +74,7 @@ def test_every_field_is_in_one_table(kind: type[GenerationRequest]) -> None:
 
 
 @BOTH
-def test_what_would_change_the_answer_is_refused_by_name(
-    service: Service, kind: type[GenerationRequest]
-) -> None:
+def test_what_would_change_the_answer_is_refused_by_name(service, kind):
     path, body = BODIES[kind]
     with httpx.Client() as client:
         for name in kind.refused:
@@ -102,7 +99,7 @@ def asked(kind: type[GenerationRequest], **more: Any) -> Any:
 
 
 @BOTH
-def test_what_is_harmless_leaves_the_request_as_it_is(kind: type[GenerationRequest]) -> None:
+def test_what_is_harmless_leaves_the_request_as_it_is(kind):
     plain = asked(kind)
     for name in kind.harmless:
         for value in (True, 3, "x", {"a": 1}, None):
@@ -116,7 +113,7 @@ def test_what_is_harmless_leaves_the_request_as_it_is(kind: type[GenerationReque
         assert asked(kind, modalities=["text"], verbosity="medium", documents=[]) == plain
 
 
-def test_the_page_of_the_api_names_what_is_refused_and_what_is_harmless() -> None:
+def test_the_page_of_the_api_names_what_is_refused_and_what_is_harmless():
     page = (ROOT / "docs/use/api.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))
     for kind in BODIES:
@@ -179,7 +176,7 @@ WITHIN = "{% macro shown() %}{% generation %}" + THINKS + "{% endgeneration %}{%
         ("{% if add_generation_prompt %}A{% endif %}", {"add_generation_prompt": False}, ""),
     ],
 )  # fmt: skip
-def test_what_the_template_reads_goes_to_it(source: str, body: dict[str, Any], text: str) -> None:
+def test_what_the_template_reads_goes_to_it(source, body, text):
     assert prompt_of(source, **body) == text
 
 
@@ -188,7 +185,7 @@ def test_what_the_template_reads_goes_to_it(source: str, body: dict[str, Any], t
     ("documents", [{"text": "Ulm"}]),
     ("verbosity", "high"),
 ])  # fmt: skip
-def test_what_the_template_does_not_read_is_refused(field: str, value: Any) -> None:
+def test_what_the_template_does_not_read_is_refused(field, value):
     with pytest.raises(ApiError, match=rf"{field} is .*leave it out: .* does not read") as caught:
         # Named in a comment and in a text, and not read.
         prompt_of("{# documents #}reasoning_effort: {{ messages[0].verbosity }}", **{field: value})
@@ -197,9 +194,7 @@ def test_what_the_template_does_not_read_is_refused(field: str, value: Any) -> N
 
 @pytest.mark.parametrize("value", [{"type": "disabled"}, "false", 0])
 @pytest.mark.parametrize(("source", "name"), [(THINKS, "enable_thinking"), (DEEPSEEK, "thinking")])
-def test_what_the_template_would_take_for_thinking_is_true_or_false(
-    source: str, name: str, value: Any
-) -> None:
+def test_what_the_template_would_take_for_thinking_is_true_or_false(source, name, value):
     with pytest.raises(ApiError, match=f"{name} is .*; it must be true or false") as caught:
         prompt_of(source, **{name: value})
     assert caught.value.param == name
@@ -207,12 +202,12 @@ def test_what_the_template_would_take_for_thinking_is_true_or_false(
     assert prompt_of("hi", **{name: value}) == "hi" and prompt_of(source, **{name: None}) == "-"
 
 
-def test_no_effort_is_what_a_model_without_reasoning_has() -> None:
+def test_no_effort_is_what_a_model_without_reasoning_has():
     assert prompt_of("hi", reasoning_effort="none") == "hi"
     with pytest.raises(ApiError, match="reasoning_effort is 'none'"):
         prompt_of("hi", has_reasoning=True, reasoning_effort="none")
 
 
-def test_the_defaults_of_a_field_are_those_of_its_kind() -> None:
+def test_the_defaults_of_a_field_are_those_of_its_kind():
     with pytest.raises(ValueError, match="reasoning_effort"):
         ChatRequest.model_validate(BODIES[ChatRequest][1] | {"reasoning_effort": "extreme"})

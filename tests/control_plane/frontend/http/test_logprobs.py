@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
-from harness.services.frontend_fakes import TOKENIZER, Service
+from harness.services.frontend_fakes import TOKENIZER
 from harness.services.openai_service import HELLO, LENGTH, deliver_logprobs
 from harness.waits import WAIT_S
 from nanocp.values.sampling import Token, TokenLogprobs
 
 
-def test_logprobs_of_a_completion(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_logprobs_of_a_completion(service, client, pool):
     answer = pool.submit(client.completions.create, model="tiny", prompt=[5], logprobs=3)
     ids = [*HELLO, 1]
     deliver_logprobs(service, ids, 3)
@@ -37,9 +33,7 @@ def test_logprobs_of_a_completion(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_logprobs_of_a_chat(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor, is_stream: bool
-) -> None:
+def test_logprobs_of_a_chat(service, client, pool, is_stream):
     messages: Any = [{"role": "user", "content": "hi"}]
 
     def chat() -> list[Any]:
@@ -69,9 +63,7 @@ def logprobs_of(num_top: int, count: int) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_prompt_logprobs_have_vllms_form(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor, is_chat: bool
-) -> None:
+def test_prompt_logprobs_have_vllms_form(service, client, pool, is_chat):
     extra: Any = {"prompt_logprobs": 2, "n": 2}
     if is_chat:
         messages: Any = [{"role": "user", "content": ""}]
@@ -107,8 +99,8 @@ def test_prompt_logprobs_have_vllms_form(
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(
-    service: Service, client: OpenAI, pool: ThreadPoolExecutor, max_tokens: int, is_stream: bool
-) -> None:
+    service, client, pool, max_tokens, is_stream
+):
     def complete() -> tuple[str, Any, str, int]:
         options: Any = {"stream_options": {"include_usage": True}} if is_stream else {}
         got: Any = client.completions.create(

@@ -11,7 +11,6 @@ import pytest
 
 from control_plane.frontend.http import protocol
 from harness.paths import ROOT
-from harness.services.frontend_fakes import Service
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {}, 400, "prompt", "prompt is absent; it is required"),
@@ -96,8 +95,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("path", "body", "status", "param", "sentence"), BAD, ids=lambda value: str(value)[:40]
 )
 def test_a_mistake_is_a_status_and_a_sentence_that_names_it(
-    service: Service, path: str, body: dict[str, Any], status: int, param: str | None, sentence: str
-) -> None:
+    service, path, body, status, param, sentence
+):
     headers = {"Content-Type": "application/json"}
     response = httpx.post(f"{service.url}/v1/{path}", content=json.dumps(body), headers=headers)
     error = response.json()["error"]
@@ -107,7 +106,7 @@ def test_a_mistake_is_a_status_and_a_sentence_that_names_it(
     assert service.controller.submissions.empty()
 
 
-def test_one_bad_prompt_of_several_ends_the_others(service: Service) -> None:
+def test_one_bad_prompt_of_several_ends_the_others(service):
     response = httpx.post(f"{service.url}/v1/completions", json={"prompt": [[5], [6], [300]]})
     assert response.status_code == 400 and "prompt has 300" in response.json()["error"]["message"]
     submitted = [service.controller.next_submission().request_id for _ in range(2)]
@@ -126,9 +125,7 @@ def test_one_bad_prompt_of_several_ends_the_others(service: Service) -> None:
     (b'{"prompt": "%b"}' % (b"x" * (5 << 20)), "application/json", 413,
      "the body is larger than any request"),
 ])  # fmt: skip
-def test_a_body_that_is_none_is_a_sentence(
-    service: Service, content: bytes, kind: str, status: int, sentence: str
-) -> None:
+def test_a_body_that_is_none_is_a_sentence(service, content, kind, status, sentence):
     response = httpx.post(
         f"{service.url}/v1/completions", content=content, headers={"Content-Type": kind}
     )
@@ -137,7 +134,7 @@ def test_a_body_that_is_none_is_a_sentence(
     )
 
 
-def test_a_body_of_any_depth_is_the_clients_mistake(service: Service) -> None:
+def test_a_body_of_any_depth_is_the_clients_mistake(service):
     """At some depth it can be read, and a schema in it not be written again."""
     kind = {"Content-Type": "application/json"}
     with httpx.Client() as client:
@@ -151,14 +148,12 @@ def test_a_body_of_any_depth_is_the_clients_mistake(service: Service) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/v1/completions", 405), ("GET", "/v2", 404)]
 )
-def test_what_is_not_there_is_a_sentence_too(
-    service: Service, method: str, path: str, status: int
-) -> None:
+def test_what_is_not_there_is_a_sentence_too(service, method, path, status):
     response = httpx.request(method, service.url + path)
     assert response.status_code == status and path in response.json()["error"]["message"]
 
 
-def test_the_page_of_the_api_names_every_field_and_endpoint(service: Service) -> None:
+def test_the_page_of_the_api_names_every_field_and_endpoint(service):
     page = (ROOT / "docs/use/api.md").read_text()
     named = set(re.findall(r"`([\w/]+)`", page)) | set(re.findall(r"(?:GET|POST) (/[\w/.]+)", page))
     fields = {*protocol.CompletionRequest.model_fields, *protocol.ChatRequest.model_fields}

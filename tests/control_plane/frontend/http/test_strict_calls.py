@@ -210,7 +210,7 @@ def test_a_text_that_could_not_be_read_is_never_written(form, head, tail, never)
             assert arguments == [{"a": value if value != tail else ""}]
 
 
-def test_types_of_a_schema_that_refers_to_itself_in_many_ways() -> None:
+def test_types_of_a_schema_that_refers_to_itself_in_many_ways():
     layers = {
         str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]}
         for n in range(40)

@@ -59,7 +59,7 @@ def schema_of(grammar: str) -> Any:
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_schema_by_either_field(service: Service, path: str) -> None:
+def test_a_schema_by_either_field(service, path):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
     first = grammar_for(service, path, response_format=form)
     second = grammar_for(service, path, structured_outputs={"json": SCHEMA}, ignore_eos=True)
@@ -69,7 +69,7 @@ def test_a_schema_by_either_field(service: Service, path: str) -> None:
     assert schema_of(first)["properties"] == SCHEMA["properties"]
 
 
-def test_other_kinds(service: Service) -> None:
+def test_other_kinds(service):
     any_object = grammar_for(service, response_format={"type": "json_object"})
     assert any_object == grammar_for(service, structured_outputs={"json_object": True})
     assert grammar_for(service, response_format={"type": "text"}) == ""
@@ -79,14 +79,14 @@ def test_other_kinds(service: Service) -> None:
     assert "start" in grammar_for(service, structured_outputs={"grammar": 'root ::= "a"'})
 
 
-def test_tags_by_either_field(service: Service) -> None:
+def test_tags_by_either_field(service):
     first = grammar_for(service, response_format=TAGS)
     fields = {name: TAGS[name] for name in ("structures", "triggers")}
     assert first == grammar_for(service, structured_outputs={"structural_tag": json.dumps(fields)})
     assert "<f=" in first and "city" in first
 
 
-def test_the_empty_schema_is_one(service: Service) -> None:
+def test_the_empty_schema_is_one(service):
     """JSON of any kind; a field that is absent is none."""
     first = grammar_for(service, structured_outputs={"json": {}})
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
@@ -94,7 +94,7 @@ def test_the_empty_schema_is_one(service: Service) -> None:
     assert first == grammar_for(service, structured_outputs={"json": "{}"})
 
 
-def test_whitespace_by_request(service: Service) -> None:
+def test_whitespace_by_request(service):
     outputs = {"json": {"type": "object"}, "disable_any_whitespace": False}
     assert schema_of(grammar_for(service, structured_outputs=outputs))["x-guidance"] == {
         "whitespace_flexible": True
@@ -128,9 +128,7 @@ def test_whitespace_by_request(service: Service) -> None:
     ({"guided_json": {}}, "guided_json", "give structured_outputs.json"),
     ({"guided_grammar": "x"}, "guided_grammar", "give structured_outputs.grammar"),
 ])  # fmt: skip
-def test_a_refusal_names_the_field(
-    service: Service, fields: dict[str, Any], param: str, sentence: str
-) -> None:
+def test_a_refusal_names_the_field(service, fields, param, sentence):
     answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "x"} | fields)
     error = answer.json()["error"]
     assert answer.status_code == 400
@@ -171,9 +169,7 @@ def forms_of(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", BAD_SCHEMAS)
-def test_a_schema_that_cannot_be_used_is_refused_at_once_by_its_field(
-    service: Service, name: str
-) -> None:
+def test_a_schema_that_cannot_be_used_is_refused_at_once_by_its_field(service, name):
     """CPU time of the whole service, which runs in this process, and of its client.
 
     The least of three: whoever else works in this process meanwhile counts too.
@@ -205,7 +201,7 @@ MESSAGE = {"role": "user", "content": "x"}
     "f",
     [1],
 ])  # fmt: skip
-def test_tools_that_are_none_are_refused_by_their_field(service: Service, tools: Any) -> None:
+def test_tools_that_are_none_are_refused_by_their_field(service, tools):
     body = {"messages": [MESSAGE], "tools": tools, "tool_choice": "required"}
     answer = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tools")

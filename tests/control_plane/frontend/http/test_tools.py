@@ -77,9 +77,7 @@ def create(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_a_whole_answer_has_its_reasoning_content_and_calls(
-    service: Service, client: openai.OpenAI, step: int
-) -> None:
+def test_a_whole_answer_has_its_reasoning_content_and_calls(service, client, step):
     answer, _ = answered(service, lambda: create(client, tools=TOOLS), ANSWER, step)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
@@ -94,7 +92,7 @@ def test_a_whole_answer_has_its_reasoning_content_and_calls(
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_a_stream_adds_up_to_the_whole(service: Service, client: openai.OpenAI, step: int) -> None:
+def test_a_stream_adds_up_to_the_whole(service, client, step):
     def streamed() -> list[Any]:
         return list(create(client, tools=TOOLS, stream=True))
 
@@ -107,9 +105,7 @@ def test_a_stream_adds_up_to_the_whole(service: Service, client: openai.OpenAI, 
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
 
 
-def test_only_the_first_call_and_no_reasoning_if_the_client_says_so(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_only_the_first_call_and_no_reasoning_if_the_client_says_so(service, client):
     def ask() -> Any:
         return create(client, tools=TOOLS, parallel_tool_calls=False, include_reasoning=False)
 
@@ -119,9 +115,7 @@ def test_only_the_first_call_and_no_reasoning_if_the_client_says_so(
     assert not hasattr(message, "reasoning")
 
 
-def test_without_tools_calls_are_text_and_reasoning_still_goes_apart(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_without_tools_calls_are_text_and_reasoning_still_goes_apart(service, client):
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer, _ = answered(service, lambda fields=fields: create(client, **fields), ANSWER)
         message = answer.choices[0].message
@@ -130,9 +124,7 @@ def test_without_tools_calls_are_text_and_reasoning_still_goes_apart(
         assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_named_function_is_a_schema_of_the_answer(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_a_named_function_is_a_schema_of_the_answer(service, client):
     named = {"type": "function", "function": {"name": "time"}}
     answer, submission = answered(
         service, lambda: create(client, tools=TOOLS, tool_choice=named), '{"zone":"CET"}'
@@ -145,7 +137,7 @@ def test_a_named_function_is_a_schema_of_the_answer(
     assert '"CET"' in grammar and '"city"' not in grammar
 
 
-def test_required_calls_are_a_list(service: Service, client: openai.OpenAI) -> None:
+def test_required_calls_are_a_list(service, client):
     text = '[{"name":"weather","parameters":{"city":"Ulm"}}]'
     answer, submission = answered(
         service, lambda: create(client, tools=TOOLS, tool_choice="required"), text
@@ -193,8 +185,8 @@ def thinking() -> Iterator[Service]:
     ({"silent": True}, "", None),
 ])  # fmt: skip
 def test_an_answer_that_is_held_to_a_form_may_come_behind_reasoning(
-    thinking: Service, how: str, asked: dict[str, bool], before: str, reasoning: str | None
-) -> None:
+    thinking, how, asked, before, reasoning
+):
     """Markers in the form are text. The row's grammar takes the whole output, token by token."""
     fields, text = HELD[how]
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": asked}
@@ -222,7 +214,7 @@ def test_an_answer_that_is_held_to_a_form_may_come_behind_reasoning(
         matcher.consume_token(token_id)
 
 
-def test_pydantic_classes_parse(service: Service, client: openai.OpenAI) -> None:
+def test_pydantic_classes_parse(service, client):
     class City(pydantic.BaseModel):
         name: str
         people: int
@@ -238,9 +230,7 @@ def test_pydantic_classes_parse(service: Service, client: openai.OpenAI) -> None
     assert '"people"' in decode_row_input(submission.arrival.row_start).params.constraint
 
 
-def test_earlier_calls_reach_the_template_as_objects(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_earlier_calls_reach_the_template_as_objects(service, client):
     call = {
         "id": "a",
         "type": "function",
@@ -265,15 +255,13 @@ def test_earlier_calls_reach_the_template_as_objects(
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
      "tool_choice", "only one of them can be"),
 ])  # fmt: skip
-def test_a_refusal_names_the_field(
-    client: openai.OpenAI, fields: dict[str, Any], param: str, sentence: str
-) -> None:
+def test_a_refusal_names_the_field(client, fields, param, sentence):
     with pytest.raises(openai.BadRequestError) as caught:
         create(client, **fields)
     assert caught.value.param == param and sentence in str(caught.value)
 
 
-def test_a_model_without_a_form_of_calls_says_so() -> None:
+def test_a_model_without_a_form_of_calls_says_so():
     plain = ServedModel("tiny", "c", ChatTemplate("{{ messages[0].content }}", {}))
     with running(model=plain) as service:
         client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0)
@@ -284,9 +272,7 @@ def test_a_model_without_a_form_of_calls_says_so() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_usage_counts_the_tokens_of_the_reasoning(
-    service: Service, client: openai.OpenAI, step: int
-) -> None:
+def test_usage_counts_the_tokens_of_the_reasoning(service, client, step):
     """The tokens between the markers and the last of the marker that ends them, in any batches."""
     whole, _ = answered(service, lambda: create(client, tools=TOOLS), ANSWER, step)
     options = {"include_usage": True}
@@ -303,9 +289,7 @@ def test_usage_counts_the_tokens_of_the_reasoning(
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-def test_stop_strings_count_in_the_content_only(
-    service: Service, client: openai.OpenAI, step: int
-) -> None:
+def test_stop_strings_count_in_the_content_only(service, client, step):
     """Not in reasoning, in markers and in calls: those are whole."""
     stops = ["need", "think>", "city", "</tool_call>", "\n\n"]
     answer, _ = answered(service, lambda: create(client, tools=TOOLS, stop=stops), ANSWER, step)
@@ -334,9 +318,7 @@ def test_stop_strings_count_in_the_content_only(
         )
 
 
-def test_a_stop_string_does_not_cut_a_call_that_must_be(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_a_stop_string_does_not_cut_a_call_that_must_be(service, client):
     text = '[{"name":"weather","parameters":{"city":"Ulm"}}]'
     answer, _ = answered(
         service,
@@ -348,20 +330,16 @@ def test_a_stop_string_does_not_cut_a_call_that_must_be(
 
 
 @pytest.mark.parametrize("text", ["Write <think> and go </think> on.", "<think>\n\n</think>\n\nHi"])
-def test_usage_has_no_reasoning_that_the_answer_has_not(
-    service: Service, client: openai.OpenAI, text: str
-) -> None:
+def test_usage_has_no_reasoning_that_the_answer_has_not(service, client, text):
     answer, _ = answered(service, lambda: create(client), text)
     assert not hasattr(answer.choices[0].message, "reasoning")
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_usage_has_no_reasoning_where_there_can_be_none(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_usage_has_no_reasoning_where_there_can_be_none(service, client):
     answer, _ = answered(service, lambda: create(client, tools=TOOLS, tool_choice="required"), "[]")
     assert answer.usage.completion_tokens_details is None
 
 
-def test_each_form_of_calls_can_be_chosen_and_nothing_else() -> None:
+def test_each_form_of_calls_can_be_chosen_and_nothing_else():
     assert sorted(TOOL_CALL_PARSERS) == sorted(["auto", "none", *CALL_FORMS])

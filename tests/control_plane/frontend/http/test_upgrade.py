@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from harness.services.frontend_fakes import Service
 from harness.services.openai_service import connection, deliver
 from harness.waits import WAIT_S
 
@@ -39,9 +38,7 @@ def cuts(text: bytes) -> dict[str, list[bytes]]:
 @pytest.mark.parametrize("cut", ["whole", "the body in a second packet", "within", "single bytes"])
 @pytest.mark.parametrize("framing", FRAMED)
 @pytest.mark.parametrize("offer", OFFERS)
-def test_an_offer_is_ignored_and_the_body_is_read(
-    service: Service, offer: str, framing: str, cut: str
-) -> None:
+def test_an_offer_is_ignored_and_the_body_is_read(service, offer, framing, cut):
     with connection(service) as client:
         client.settimeout(WAIT_S)
         # A second request on the connection, with an offer or without, is answered as well.
@@ -57,7 +54,7 @@ def test_an_offer_is_ignored_and_the_body_is_read(
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and b'"completion_tokens":1' in answer
 
 
-def test_an_offer_without_a_body_and_a_pipelined_request(service: Service) -> None:
+def test_an_offer_without_a_body_and_a_pipelined_request(service):
     with connection(service) as client:
         client.settimeout(WAIT_S)
         get = b"GET /version HTTP/1.1\r\nHost: x\r\n%b\r\n"
@@ -69,7 +66,7 @@ def test_an_offer_without_a_body_and_a_pipelined_request(service: Service) -> No
 
 
 @pytest.mark.parametrize("method", [b"CONNECT / HTTP/1.1", b"CONNECT a:443 HTTP/1.1"])
-def test_what_is_no_offer_is_refused_once(service: Service, method: bytes) -> None:
+def test_what_is_no_offer_is_refused_once(service, method):
     with connection(service) as client:
         client.settimeout(WAIT_S)
         client.sendall(method + b"\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
