@@ -11,18 +11,15 @@ from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_clusters import hash_model
 from harness.hash_clusters.hash_instance import HashInstance, region_layout
 from harness.hash_clusters.hash_model import HashModel
+from harness.settings import configured
 from harness.transports.local_exchange import LocalExchange
 from harness.transports.local_pages import LocalPageRing, local_peer_rings
-from nanocp.config.cluster import ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
 from nanocp.values.plan import Arrival, TargetRun, Transfer, TransferDone, TransferFenced
 from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.wire.rows import encode_row_input
 
-CONFIG = Config(
-    cluster=ClusterConfig(num_instances=3, num_frames=16, max_model_len=1024),
-    scheduler=SchedulerConfig(policy="fixed_degree:3", steps_per_window=2),
+CONFIG = configured(
+    num_instances=3, num_frames=16, max_model_len=1024, policy="fixed_degree:3", steps_per_window=2
 )
 
 

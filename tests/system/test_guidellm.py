@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from harness.services.hash_service import CONFIG, process_launcher
+from harness.services.kit import started
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
 
@@ -38,12 +39,9 @@ def guidellm():
 @pytest.fixture(scope="module")
 def service(tiny_checkpoint):
     config = replace(CONFIG, cluster=ClusterConfig(num_instances=4, max_model_len=1024))
-    service = Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
-    try:
-        service.start(lambda step: None)
+    checkpoint = open_checkpoint(config, tiny_checkpoint)
+    with started(Service(config, checkpoint, process_launcher())) as service:
         yield service
-    finally:
-        service.stop()
 
 
 def counted(service):

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ import yaml
 from harness.paths import ROOT
 from harness.programs.dashboards import ALERTS, dashboard_expressions, filled
 from harness.services.hash_service import CONFIG, generate, hash_service, prompt
+from nanocp.serve.process import free_port
 
 pytestmark = pytest.mark.system
 
@@ -39,12 +39,6 @@ def operands(node):
         yield from operands(node.rhs)
     elif not isinstance(node, promql_parser.NumberLiteral):
         yield node.prettify()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ask(address, path, **parameters):

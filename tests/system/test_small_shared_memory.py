@@ -13,7 +13,8 @@ import pytest
 
 from harness.paths import TESTS
 from harness.services.hash_service import expected, generate, prompt
-from harness.services.serve_process import ENVIRONMENT, NANOCP, SMALL, descendants, seats, until
+from harness.services.serve_process import ENVIRONMENT, NANOCP, SMALL, descendants, seats
+from harness.waits import until
 
 pytestmark = [
     pytest.mark.system,

@@ -16,6 +16,7 @@ import pytest
 
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, process_launcher
+from harness.services.kit import started
 from harness.vllm.vllm_names import NAMES, unanswered
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
@@ -67,12 +68,9 @@ def test_no_flag_of_the_installed_vllm_is_without_an_answer(python, tmp_path):
 @pytest.fixture(scope="module")
 def service(tiny_checkpoint):
     config = replace(CONFIG, cluster=ClusterConfig(num_instances=2, max_model_len=1024))
-    service = Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
-    try:
-        service.start(lambda step: None)
+    checkpoint = open_checkpoint(config, tiny_checkpoint)
+    with started(Service(config, checkpoint, process_launcher())) as service:
         yield service
-    finally:
-        service.stop()
 
 
 def close(one, other, share):

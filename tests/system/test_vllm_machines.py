@@ -28,10 +28,10 @@ from harness.paths import ROOT
 from harness.programs.nodes import GATEWAY, NETWORK, nodes, why_not
 from harness.services.hash_service import CONFIG
 from harness.services.serve_process import ENVIRONMENT, NANOCP
-from harness.vllm.engines import free_port
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
+from nanocp.serve.process import free_port
 from nanocp.serve.service import Service, open_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]

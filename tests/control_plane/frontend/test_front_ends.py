@@ -17,6 +17,7 @@ from control_plane.frontend.front_end import FrontEnd
 from harness.services.frontend_fakes import LIMITS, MEMBER_SECRETS, Recorder, make_config, running
 from harness.services.hash_service import CONFIG, MODEL, expected, hash_service, prompt
 from harness.services.service_recovery import until
+from harness.settings import configured
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -26,11 +27,7 @@ from nanocp.values.plan import ClusterLoad, InstanceLoad
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[nanocp.serve.service.Service]:
-    config = replace(
-        CONFIG,
-        cluster=replace(CONFIG.cluster, num_instances=2),
-        service=replace(CONFIG.service, front_ends=2),
-    )
+    config = configured(CONFIG, num_instances=2, front_ends=2)
     with hash_service(config, "harness.services.hash_members:build_slow") as service:
         yield service
 

@@ -15,6 +15,7 @@ import pytest
 from control_plane.frontend.validation import ModelLimits
 from harness.services.frontend_fakes import TOKENIZER
 from harness.services.hash_service import CONFIG, forked_service
+from harness.services.kit import started
 from nanocp.client import Client
 from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.service import Served, Service
@@ -168,12 +169,8 @@ def service() -> Iterator[Service]:
     served = Served(
         LIMITS, TOKENIZER, Path("no-checkpoint"), "harness.services.hash_members:build_instance"
     )
-    service = forked_service(config, served)
-    try:
-        service.start(lambda step: None)
+    with started(forked_service(config, served)) as service:
         yield service
-    finally:
-        service.stop()
 
 
 @pytest.fixture

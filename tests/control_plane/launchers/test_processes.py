@@ -5,7 +5,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from control_plane.launchers.processes import ProcessLauncher
 from data_plane.member.lifetime import MemberSpec
 from harness.paths import ROOT
+from harness.waits import until
 from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 
@@ -44,13 +44,6 @@ if spec == "spare":
 sys.stderr.write(f"{spec} ends\\n")
 sys.exit(3 if spec == "ends" else time.sleep(600))
 """
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from control_plane.ports.members_port import MemberSecrets
 from data_plane.member.node_streams import NodeStreams
 from harness.services.hash_service import CONFIG, hash_service, shared_memory_of, with_policy
 from harness.services.service_recovery import SLOW, generating, pid_of, until, until_serving
+from harness.settings import configured
 from nanocp.serve.node_processes import carrier_address
 from nanocp.values.commands import Leave
 from nanocp.values.members import Hello, Loading, Member, Peer
@@ -26,11 +26,7 @@ INSTANCES = [Member("instance", number) for number in range(4)]
 
 def two_nodes(config=CONFIG):
     """Instances 0 and 1 share a node, and 2 and 3."""
-    return replace(
-        config,
-        cluster=replace(config.cluster, instances_per_node=2),
-        service=replace(config.service, node_streams=True),
-    )
+    return configured(config, instances_per_node=2, node_streams=True)
 
 
 def sockets_of(service):

@@ -11,10 +11,9 @@ import tokenizers
 from control_plane.scheduler.policies.fixed_degree import FixedDegree
 from harness.exact.decode_cluster import DecodeCluster, Prompt
 from harness.exact.exact_runs import CLUSTER
+from harness.settings import configured
 from harness.vllm.constraints import EOS, KINDS, sampled_params
 from nanocp.config.cluster import BoundsConfig
-from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams
 
 RUNS = {
@@ -57,10 +56,7 @@ def prompts(each, tokenizer):
 def played(name, asked, checkpoint):
     """Play the prompts as one of RUNS."""
     cluster, scheduler = RUNS[name]
-    config = Config(
-        cluster=replace(CLUSTER, **cluster),
-        scheduler=SchedulerConfig(**scheduler, max_queued_requests=2000),
-    )
+    config = configured(cluster=replace(CLUSTER, **cluster), **scheduler, max_queued_requests=2000)
     with pytest.MonkeyPatch.context() as patched:
         if name == "each preempted once":
             # No row gets a page beyond the prompt's, until it comes back with all it may need.

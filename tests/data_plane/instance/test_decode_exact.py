@@ -18,8 +18,8 @@ from data_plane.transport.regions import region_layout
 from harness.exact.decode_cluster import DecodeCluster, Prompt
 from harness.exact.exact_runs import CLUSTER, assert_exact, make_prompts, random_table
 from harness.kernels.native_cases import native
+from harness.settings import configured
 from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams
@@ -44,10 +44,8 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels, more):
     if cpu_kernels == "avx2":
         native((torch.float32, "avx2"))
     lengths = [length for length in (1, 300, 500, 700) if length >= 64 * degree + 1 or degree == 1]
-    config = Config(
-        cluster=CLUSTER,
-        scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"),
-        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels, **more),
+    config = configured(
+        cluster=CLUSTER, policy=f"fixed_degree:{degree}", cpu_kernels=cpu_kernels, **more
     )
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts(lengths))
@@ -64,10 +62,10 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels, more):
 def test_experts_anywhere(tiny_checkpoint, tiny_oracle, num_instances, cpu_kernels):
     """Sixteen experts on four instances by a table that was drawn; on three they do not divide."""
     experts = random_table(16, num_instances, seed=1) if num_instances == 4 else None
-    config = Config(
+    config = configured(
         cluster=replace(CLUSTER, num_instances=num_instances),
-        scheduler=SchedulerConfig(policy="fixed_degree:2"),
-        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
+        policy="fixed_degree:2",
+        cpu_kernels=cpu_kernels,
     )
     with DecodeCluster(config, tiny_checkpoint, experts=experts) as cluster:
         prompts = cluster.run(make_prompts([230, 300, 500]))
@@ -79,9 +77,7 @@ def test_reports_count_what_the_steps_did(tiny_checkpoint):
 
     It goes on exchanging until the window ends (protocol.md, frozen window).
     """
-    config = Config(
-        cluster=CLUSTER, scheduler=SchedulerConfig(policy="fixed_degree:2", steps_per_window=3)
-    )
+    config = configured(cluster=CLUSTER, policy="fixed_degree:2", steps_per_window=3)
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts((200, 300)))
         reports = cluster.reports
@@ -120,9 +116,7 @@ def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(
 @pytest.mark.parametrize("policy", [pytest.param("fixed_degree:2", marks=in_system), "chaos"])
 def test_pages_that_requests_share(tiny_checkpoint, tiny_oracle, policy):
     """Whole prompts and beginnings, while their writer runs and after all requests have ended."""
-    config = Config(
-        cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, growth_promise="tokens:0")
-    )
+    config = configured(cluster=CLUSTER, policy=policy, growth_promise="tokens:0")
     (first,) = make_prompts([420])
     others = [[*first.ids[:200], 7, 8, 9], first.ids, first.ids[:257], [*first.ids, *range(2, 90)]]
     with DecodeCluster(config, tiny_checkpoint) as cluster:
@@ -227,9 +221,10 @@ def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpo
     """
     runs = []
     for num_frames, growth_promise in ((3, "tokens:0"), (64, "max_tokens")):
-        config = Config(
+        config = configured(
             cluster=replace(CLUSTER, num_frames=num_frames),
-            scheduler=SchedulerConfig(growth_promise=growth_promise, steps_per_window=num_steps),
+            growth_promise=growth_promise,
+            steps_per_window=num_steps,
         )
         prompts = [
             Prompt(
@@ -282,11 +277,7 @@ def test_without_a_prefill_tokens_are_the_same_at_any_degree(tiny_checkpoint, ti
     """Synthetic KV belongs to a request's page, wherever it is; no model has computed it."""
     outputs = []
     for degree in (1, 4):
-        config = Config(
-            cluster=CLUSTER,
-            scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"),
-            prefill=PrefillConfig(synthetic_kv=True),
-        )
+        config = configured(cluster=CLUSTER, policy=f"fixed_degree:{degree}", synthetic_kv=True)
         with DecodeCluster(config, tiny_checkpoint) as cluster:
             prompts = cluster.run(make_prompts([300]))
         assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)

@@ -14,8 +14,8 @@ from data_plane.transport.gpu import peer_memory, triton_exchange
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import PeerMemory, cuda_ipc_obstacle
 from harness.gpu_stand_ins.recorded_calls import recorded
-from harness.members.member_fakes import until
 from harness.transports.exchange_cases import ExchangeCase
+from harness.waits import until
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,8 @@ from data_plane.member.lifetime import ShutdownRequested
 from data_plane.prefill.completions import EngineAnswer, EngineOutcome
 from data_plane.prefill.connector.ticket import EngineTicket
 from data_plane.prefill.external_prefill import ExternalLoop
-from harness.members.member_fakes import LIMITS, Link, until
+from harness.members.member_fakes import LIMITS, Link
+from harness.waits import until
 from nanocp.config.prefill import PrefillConfig
 from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown
 from nanocp.values.members import EnginesNow, Envelope, Ready

@@ -8,7 +8,7 @@ import pytest
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from data_plane.model.config import ModelConfig
 from data_plane.prefill.stage_messages import StageRan
-from harness.members.member_fakes import Link, until
+from harness.members.member_fakes import Link
 from harness.members.staged_prefill import (
     CONFIG,
     Receiver,
@@ -19,6 +19,7 @@ from harness.members.staged_prefill import (
     scripted,
     staged,
 )
+from harness.waits import until
 from nanocp.values.members import Envelope
 from nanocp.values.passes import PassPlan
 from nanocp.values.plan import TargetRun, TransferDone

@@ -32,7 +32,7 @@ from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, 
 from harness.members.staged_prefill import prefill_scheduler
 from harness.transports.local_pages import local_peer_rings
 from harness.transports.local_stage_links import LocalStageLinks
-from harness.waits import WAIT_S
+from harness.waits import WAIT_S, until
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.prefill import PrefillConfig

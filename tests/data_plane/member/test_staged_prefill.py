@@ -20,7 +20,7 @@ from data_plane.prefill.stage_messages import (
 )
 from data_plane.startup.shared_parts import model_of, new_carry, with_carry
 from harness.exact.states import assert_same_state
-from harness.members.member_fakes import Link, until
+from harness.members.member_fakes import Link
 from harness.members.staged_prefill import (
     CONFIG,
     TALE,
@@ -32,6 +32,7 @@ from harness.members.staged_prefill import (
     scripted,
     staged,
 )
+from harness.waits import until
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig

@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 
 from data_plane.member.token_streams import TokenStreams, _Stream
-from harness.members.member_fakes import LIMITS, Sink, serve, until
-from harness.waits import WAIT_S
+from harness.members.member_fakes import LIMITS, Sink, serve
+from harness.waits import WAIT_S, until
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import Token
 

@@ -31,6 +31,7 @@ from data_plane.transport.tcp.receiver import receive_in_python
 from data_plane.transport.tcp.segment import TcpSegment
 from data_plane.transport.tcp.server import TcpSegmentServer
 from harness.transports.transport_processes import LIMITS, START_MS
+from harness.waits import until
 
 MEMORY_BYTES = 1 << 20
 DATA_OFFSET = 128
@@ -99,13 +100,6 @@ def start(receiver, memory):
     yield start
     for each in started:
         each.close()
-
-
-def until(is_so):
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Peer:

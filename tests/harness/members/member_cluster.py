@@ -7,8 +7,6 @@ from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.shell.controller import members_of
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
-from nanocp.config.prefill import PrefillConfig
-from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Hello, Member, Peer, Ready
 
 FIRST, SECOND = Member("instance", 0), Member("instance", 1)
@@ -34,9 +32,7 @@ class Cluster:
     """
 
     def __init__(self, limits=LIMITS, **prefill):
-        config = Config(
-            cluster=ClusterConfig(num_instances=2), prefill=PrefillConfig(**prefill), limits=limits
-        )
+        config = configured(num_instances=2, **prefill, limits=limits)
         self.facts = Facts()
         self.registry = CollectorRegistry()
         self.members = members_of(config, RecoveryMetrics(self.registry), None, self.facts)

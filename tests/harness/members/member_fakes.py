@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 import grpc
 
-from harness.waits import WAIT_S
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Envelope
 from nanocp.wire.members import TOKEN_SINK, TOKENS
@@ -85,10 +83,3 @@ def serve(sink, port=0):
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     return server, f"127.0.0.1:{port}"
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)

@@ -17,6 +17,7 @@ from harness.hash_clusters.hash_parts import FREE_LINKS
 from harness.paths import TESTS
 from harness.programs.forks import FORKS
 from harness.services.hash_members import MODEL
+from harness.services.kit import started
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
@@ -89,12 +90,8 @@ def hash_service(
 ) -> Iterator[Service]:
     """A service that is started on entry and stopped on exit."""
     hashes = served(instance_factory)
-    service = Service(config, hashes, launcher or ForkLauncher(config, hashes))
-    try:
-        service.start(lambda step: None)
+    with started(Service(config, hashes, launcher or ForkLauncher(config, hashes))) as service:
         yield service
-    finally:
-        service.stop()
 
 
 def shared_memory_of(service: Service) -> list[str]:

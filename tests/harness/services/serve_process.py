@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
 
 from harness.paths import TESTS
 from harness.programs.forks import FORKS
 from harness.services.hash_service import PATIENT_MS, prompt
+from harness.waits import until
 from nanocp.client import Client, ServiceError
 
 ENVIRONMENT = {
@@ -179,13 +179,6 @@ def wakes_and_cpu_s(pid):
                                    (task / "status").read_text(), re.M)[1])  # fmt: skip
             ran_ns += int((task / "schedstat").read_text().split()[0])
     return wakes, ran_ns / 1e9
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def assert_nothing_is_left(processes, segments, num_instances=4):

@@ -1,9 +1,10 @@
 """Requests of a service of four HashInstances that must come out exact while members are lost."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
+from harness import waits
 from harness.services.hash_service import CONFIG, expected, generate, prompt, shared_memory_of
 
 SLOW = "harness.services.hash_members:build_slow"
@@ -13,13 +14,7 @@ NUM_SEGMENTS = 4 + 4 + 4 * 3
 
 WAIT_S = 240
 """Longest wait for what takes seconds: processes start, which a busy machine delays."""
-
-
-def until(condition, limit_s=WAIT_S):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
+until = partial(waits.until, limit_s=WAIT_S)
 
 
 def terms_of(service):

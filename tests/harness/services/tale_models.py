@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, forked_service
+from harness.services.kit import started
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
 
@@ -105,9 +106,6 @@ def tale_service(name: str, folder: Path) -> Iterator[Service]:
         cluster=ClusterConfig(num_instances=1, instances_per_node=1, max_model_len=4096),
         service=replace(CONFIG.service, **MODELS[name].options),
     )
-    service = forked_service(config, open_checkpoint(config, make_folder(name, folder)))
-    try:
-        service.start(lambda step: None)
+    checkpoint = open_checkpoint(config, make_folder(name, folder))
+    with started(forked_service(config, checkpoint)) as service:
         yield service
-    finally:
-        service.stop()

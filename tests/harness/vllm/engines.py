@@ -7,13 +7,7 @@ import socket
 import time
 
 from harness.programs.forks import FORKS
-
-
-def free_port() -> int:
-    """A port that no process listens on now."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
+from nanocp.serve.process import free_port
 
 
 class EngineProcess:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.paths import ROOT, TESTS
 from harness.services.serve_process import descendants
-from harness.vllm.engines import free_port
+from nanocp.serve.process import free_port
 
 START_S = 400
 """The longest start seen on two busy cores was 150 s."""

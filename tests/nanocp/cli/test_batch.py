@@ -13,7 +13,8 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from harness.services.hash_service import expected, hash_service
-from harness.services.serve_process import ENVIRONMENT, NANOCP, WAIT_S, until
+from harness.services.serve_process import ENVIRONMENT, NANOCP, WAIT_S
+from harness.waits import until
 from nanocp.cli.main import app
 
 

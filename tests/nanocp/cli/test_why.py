@@ -8,6 +8,7 @@ from dataclasses import replace
 from typer.testing import CliRunner
 
 from harness.services.hash_service import CONFIG, generate, hash_service, prompt
+from harness.settings import configured
 from nanocp.cli.main import app
 from nanocp.client import Client
 
@@ -53,11 +54,7 @@ def test_a_service_and_its_event_log_say_the_same(tmp_path):
 def test_the_bound_that_kept_a_request_in_the_queue_is_named(tmp_path):
     """One request takes every frame; live and from the log, the next one names what is short."""
     log = str(tmp_path / "log")
-    config = replace(
-        CONFIG,
-        cluster=replace(CONFIG.cluster, num_instances=2, num_frames=4),
-        service=replace(CONFIG.service, event_log=log),
-    )
+    config = configured(CONFIG, num_instances=2, num_frames=4, event_log=log)
     with hash_service(config) as service, Client(service.address) as client:
         first = client.generate(prompt(100, 1), max_tokens=380, request_id="first")
         next(first)

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from harness.services.hash_service import prompt
-from harness.services.serve_process import SMALL, Serve, Stream, until
+from harness.services.serve_process import SMALL, Serve, Stream
+from harness.waits import until
 from nanocp.cli.serve.serve import _on_signals as on_signals
 from nanocp.client import Client
 

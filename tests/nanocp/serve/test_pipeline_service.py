@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ import typer.testing
 
 from harness.exact.prompt_logprobs import assert_logprobs
 from harness.services.hash_service import forked_service, shared_memory_of
+from harness.services.kit import greedy, random_prompt, started
+from harness.waits import until
 from nanocp.cli.main import app
 from nanocp.client import Client
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
@@ -48,25 +49,9 @@ WAIT_S = 120
 @contextmanager
 def pipeline_service(checkpoint, config=CONFIG, **served):
     service = forked_service(config, replace(open_checkpoint(config, checkpoint), **served))
-    try:
-        service.start(lambda step: None)
+    with started(service):
         yield service
-    finally:
-        service.stop()
     assert shared_memory_of(service) == []
-
-
-def prompt(length, seed):
-    rng = random.Random(seed)
-    return [rng.randrange(2, 512) for _ in range(length)]
-
-
-def generate(service, ids, max_tokens, **options):
-    """A greedy output, ignoring ends of sequences."""
-    options = {"temperature": 0.0, "ignore_eos": True} | options
-    with Client(service.address) as client:
-        chunks = client.generate(ids, max_tokens=max_tokens, timeout_s=WAIT_S, **options)
-        return [token for chunk in chunks for token in chunk.token_ids]
 
 
 def pids(service):
@@ -85,11 +70,8 @@ def layout(service, *words):
 
 def until_free(service):
     """Every frame is free once nothing runs."""
-    deadline = time.monotonic() + WAIT_S
     num_frames = service._config.cluster.num_frames
-    while service._controller._scheduler.load.frames_free != num_frames:
-        assert time.monotonic() < deadline, service._controller._scheduler.load
-        time.sleep(0.05)
+    until(lambda: service._controller._scheduler.load.frames_free == num_frames)
 
 
 def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, tmp_path):
@@ -97,12 +79,12 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, t
     log = str(tmp_path / "log")
     config = replace(CONFIG, service=replace(CONFIG.service, event_log=log))
     with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
-        ids = [prompt(length, length) for length in (1, 64, 150, 300)]
-        running = [pool.submit(generate, service, each, 100) for each in ids]
+        ids = [random_prompt(length, length) for length in (1, 64, 150, 300)]
+        running = [pool.submit(greedy, service.address, each, 100) for each in ids]
         while service.num_open < len(ids):
             time.sleep(0.01)  # request 1 is one of these
         with Client(service.address) as client:
-            stream = client.generate(prompt(90, 9), max_tokens=500, temperature=0.0)
+            stream = client.generate(random_prompt(90, 9), max_tokens=500, temperature=0.0)
             next(iter(stream))
             stream.close()  # the client goes away
         for split in ("1,3", "3,1", "2,2"):
@@ -139,8 +121,8 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, t
         assert "for rows" in picture and "for tokens" in picture
         assert "numbers of layers, each at least 1, which sum to 4" in layout(service, "9,9").output
         assert layout(service, "1,3").exit_code == 0
-        prompts = [*ids, prompt(200, 7)]
-        running = [pool.submit(generate, service, each, 150) for each in prompts]
+        prompts = [*ids, random_prompt(200, 7)]
+        running = [pool.submit(greedy, service.address, each, 150) for each in prompts]
         while service.num_open < len(prompts):
             time.sleep(0.01)
         time.sleep(0.3)
@@ -175,8 +157,8 @@ def test_stages_that_are_lost_while_layers_move_are_replaced(
         limits=replace(CONFIG.limits, suspect_ms=2000),
     )
     with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
-        ids = [prompt(length, length) for length in (1, 150, 300, 600)]
-        running = [pool.submit(generate, service, each, 200) for each in ids]
+        ids = [random_prompt(length, length) for length in (1, 150, 300, 600)]
+        running = [pool.submit(greedy, service.address, each, 200) for each in ids]
         while service.num_open < len(ids):
             time.sleep(0.01)
         moving = pool.submit(layout, service, "1,3")
@@ -209,10 +191,10 @@ def test_what_breaks_in_the_middle_of_a_copy_of_kv_costs_no_token(
         pipeline_service(tiny_checkpoint, config, instance_factory=factory) as service,
         ThreadPoolExecutor(4) as pool,
     ):
-        ids = [prompt(length, length) for length in (600, 1, 150, 300)]
+        ids = [random_prompt(length, length) for length in (600, 1, 150, 300)]
         before = pids(service)
-        generate(service, ids[0], 1)  # from now on there are pages that travel
-        running = [pool.submit(generate, service, each, 200) for each in ids]
+        greedy(service.address, ids[0], 1)  # from now on there are pages that travel
+        running = [pool.submit(greedy, service.address, each, 200) for each in ids]
         while service.num_open < len(ids):
             time.sleep(0.01)
         assert "stage 0 has layers 0 to 0" in layout(service, "1,3").output
@@ -233,8 +215,8 @@ def test_rows_that_outgrow_the_frames_are_preempted_and_right(tiny_checkpoint, t
         data_plane=DataPlaneConfig(exchange_backend="tcp"),
     )
     with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
-        ids = [prompt(60 + number, number) for number in range(8)]
-        running = [pool.submit(generate, service, each, 120) for each in ids]
+        ids = [random_prompt(60 + number, number) for number in range(8)]
+        running = [pool.submit(greedy, service.address, each, 120) for each in ids]
         for each, output in zip(ids, running, strict=True):
             assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
         until_free(service)
@@ -255,8 +237,8 @@ def test_a_slow_client_loses_its_request_and_stalls_no_other(tiny_checkpoint, ti
         slow = rpc.InferenceStub(channel).Generate(
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling)
         )
-        ids = [prompt(length, length) for length in (1, 64, 150)]
-        running = [pool.submit(generate, service, each, 300) for each in ids]
+        ids = [random_prompt(length, length) for length in (1, 64, 150)]
+        running = [pool.submit(greedy, service.address, each, 300) for each in ids]
         for each, output in zip(ids, running, strict=True):
             assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
         until_free(service)

@@ -4,7 +4,6 @@ import itertools
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,14 +15,9 @@ import pytest
 from harness.paths import ROOT
 from harness.services.hash_service import expected, prompt
 from harness.services.serve_process import SMALL, Serve
+from nanocp.serve.process import free_port
 
 NUM_TOKENS = 40
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve(port):

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.services.hash_service import expected, prompt
-from harness.services.serve_process import SMALL, WAIT_S, Serve, Stream, seats, status_of, until
+from harness.services.serve_process import SMALL, WAIT_S, Serve, Stream, seats, status_of
+from harness.waits import until
 from nanocp.cli.demo.judge import ReferenceJudge
 from nanocp.cli.main import app
 from nanocp.client import Client

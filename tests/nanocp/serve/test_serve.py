@@ -28,9 +28,9 @@ from harness.services.serve_process import (
     descendants,
     nanocp,
     segments_of,
-    until,
     wakes_and_cpu_s,
 )
+from harness.waits import until
 from nanocp.cli.serve.serve import _start, _warn_of_open_ports
 from nanocp.config.service import ServiceConfig
 from nanocp.values.members import PREFILL, Member

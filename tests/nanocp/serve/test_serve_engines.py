@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from harness.members.member_fakes import until
 from harness.services.hash_service import CONFIG, expected, generate, hash_service, prompt
-from harness.vllm.engines import EngineProcess, free_port
+from harness.vllm.engines import EngineProcess
+from harness.waits import until
 from nanocp.client import ServiceError
 from nanocp.config.prefill import PrefillConfig
+from nanocp.serve.process import free_port
 from nanocp.values.members import PREFILL, Member
 
 LENGTHS = [1, 2, 64, 65, 66, 129, 300, 513, 1000]

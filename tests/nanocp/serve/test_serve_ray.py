@@ -15,8 +15,8 @@ from harness.services.serve_process import (
     seats,
     segments_of,
     status_of,
-    until,
 )
+from harness.waits import until
 
 OPTIONS = ["--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from nanocp.config.cluster import ClusterConfig
+from harness.settings import configured
 from nanocp.config.cost import CPU_COSTS, CostConfig
-from nanocp.config.passes import PassCosts, PassesConfig
+from nanocp.config.passes import PassCosts
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
 from nanocp.serve.served import policy_in_words
 
 MEASURE = "(nanocp profile measures yours)"
@@ -23,18 +22,15 @@ MEASURE = "(nanocp profile measures yours)"
 ])  # fmt: skip
 def test_costs_of_other_machines_are_said_with_the_policy(num, policy, costs, words):
     scheduler = SchedulerConfig(policy=policy, costs=costs)
-    config = Config(cluster=ClusterConfig(num_instances=num), scheduler=scheduler)
+    config = configured(num_instances=num, scheduler=scheduler)
     assert policy_in_words(config) == words
 
 
 @pytest.mark.parametrize("policy", ["even", "static:2,2", "delta", "level"])
 def test_costs_that_nobody_measured_are_said_with_a_layer_policy_that_goes_by_them(policy):
-    config = Config(
-        cluster=ClusterConfig(num_instances=2, layout="pipeline"),
-        pipeline=PassesConfig(layer_policy=policy),
-    )
+    config = configured(num_instances=2, layout="pipeline", layer_policy=policy)
     goes_by_them = policy in ("delta", "level")
     by = f" by costs that nobody measured {MEASURE}" if goes_by_them else ""
     assert policy_in_words(config) == policy + by
     measured = replace(config.pipeline, costs=PassCosts(token_us=2.5))
-    assert policy_in_words(replace(config, pipeline=measured)) == policy
+    assert policy_in_words(configured(config, pipeline=measured)) == policy

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from harness.waits import until
 from nanocp.serve import spares
 from nanocp.serve.spares import Spares
 
@@ -25,13 +26,6 @@ class Launcher:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr(spares, "_PAUSE_S", 0.005)
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def test_as_many_as_wanted_stand_by_while_all_seats_serve():

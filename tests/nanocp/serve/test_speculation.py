@@ -7,9 +7,9 @@ import openai
 from tokenizers import Tokenizer
 
 from data_plane.reference.oracle import Oracle
-from harness.members.member_fakes import until
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, forked_service
+from harness.waits import until
 from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig

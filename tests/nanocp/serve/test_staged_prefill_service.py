@@ -1,7 +1,6 @@
 """A cluster whose prompts are computed by two stages: real processes, every token exact."""
 
 import os
-import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from harness.exact.prompt_logprobs import assert_logprobs
 from harness.services.hash_service import process_launcher, shared_memory_of
+from harness.services.kit import greedy, random_prompt, started
+from harness.waits import until
 from nanocp.client import Client
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
@@ -46,28 +47,9 @@ WAIT_S = 120
 @contextmanager
 def serving(checkpoint, config=CONFIG):
     service = Service(config, open_checkpoint(config, checkpoint), process_launcher())
-    try:
-        service.start(lambda step: None)
+    with started(service):
         yield service
-    finally:
-        service.stop()
     assert shared_memory_of(service) == []
-
-
-def prompt(length, seed):
-    rng = random.Random(seed)
-    return [rng.randrange(2, 512) for _ in range(length)]
-
-
-def generate(service, ids, max_tokens, **options):
-    return generate_at(service.address, ids, max_tokens, **options)
-
-
-def generate_at(target, ids, max_tokens, **options):
-    with Client(target) as client:
-        options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": WAIT_S} | options
-        chunks = client.generate(ids, max_tokens=max_tokens, **options)
-        return [token for chunk in chunks for token in chunk.token_ids]
 
 
 def stages_of(service):
@@ -82,8 +64,8 @@ def test_prompts_through_two_stages_are_exact_also_after_a_stage_is_lost(
 ):
     with serving(tiny_checkpoint) as service, ThreadPoolExecutor(12) as pool:
         lengths = (2, 64, 65, 150, 300, 700, 31, 129)
-        ids = [prompt(length, length) for length in lengths]
-        running = [pool.submit(generate, service, each, 12) for each in ids]
+        ids = [random_prompt(length, length) for length in lengths]
+        running = [pool.submit(greedy, service.address, each, 12) for each in ids]
         for each, output in zip(ids, running, strict=True):
             assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
         with Client(service.address) as client:
@@ -92,11 +74,13 @@ def test_prompts_through_two_stages_are_exact_also_after_a_stage_is_lost(
         assert_logprobs(tiny_checkpoint, ids[4], reported, 1)
         lost = stages_of(service)
         assert [each.cmdline()[-1] for each in lost] == ["prefill stage 0", "prefill stage 1"]
-        running = [pool.submit(generate, service, prompt(900, seed), 8) for seed in range(4)]
+        running = [
+            pool.submit(greedy, service.address, random_prompt(900, seed), 8) for seed in range(4)
+        ]
         until(lambda: service.num_open == 4)
         os.kill(lost[1].pid, signal.SIGKILL)
         for seed, output in enumerate(running):
-            assert tiny_oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
+            assert tiny_oracle.judge(random_prompt(900, seed), output.result(WAIT_S)).exact
         assert not any(each.is_running() for each in lost), "a lost stage ends the others"
         assert not service.failure.done()
 
@@ -108,15 +92,17 @@ def test_states_through_stages_are_exact_also_after_a_stage_is_lost(preset, tmp_
     make_checkpoint(tmp_path, preset)
     oracle = Oracle(tmp_path)
     with serving(tmp_path) as service, ThreadPoolExecutor(8) as pool:
-        ids = [prompt(length, length) for length in (2, 65, 150, 700)]
-        running = [pool.submit(generate, service, each, 12) for each in ids]
+        ids = [random_prompt(length, length) for length in (2, 65, 150, 700)]
+        running = [pool.submit(greedy, service.address, each, 12) for each in ids]
         for each, output in zip(ids, running, strict=True):
             assert oracle.judge(each, output.result(WAIT_S)).exact
-        running = [pool.submit(generate, service, prompt(900, seed), 8) for seed in range(4)]
+        running = [
+            pool.submit(greedy, service.address, random_prompt(900, seed), 8) for seed in range(4)
+        ]
         until(lambda: service.num_open == 4)
         os.kill(stages_of(service)[0].pid, signal.SIGKILL)
         for seed, output in enumerate(running):
-            assert oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
+            assert oracle.judge(random_prompt(900, seed), output.result(WAIT_S)).exact
 
 
 @pytest.mark.system
@@ -132,12 +118,14 @@ def test_an_instance_that_is_lost_does_not_keep_the_stages(tiny_checkpoint, tiny
     )
     with serving(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
         stages = stages_of(service)
-        running = [pool.submit(generate, service, prompt(900, seed), 30) for seed in range(4)]
+        running = [
+            pool.submit(greedy, service.address, random_prompt(900, seed), 30) for seed in range(4)
+        ]
         until(lambda: service.num_open == 4)
         time.sleep(0.2)
         os.kill(service.launcher.pid(service._controller.members.expected[1]), number)
         for seed, output in enumerate(running):
-            assert tiny_oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
+            assert tiny_oracle.judge(random_prompt(900, seed), output.result(WAIT_S)).exact
         assert stages_of(service) == stages
 
 
@@ -145,13 +133,6 @@ def test_more_stages_than_layers_are_refused(tiny_checkpoint):
     config = Config(prefill=PrefillConfig(stages=5))
     with pytest.raises(ValueError, match=r"prefill\.stages is 5, and the model has 4 layers"):
         open_checkpoint(config, tiny_checkpoint)
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.mark.system
@@ -166,9 +147,9 @@ def test_the_controller_is_lost_while_stages_compute(tiny_checkpoint, tiny_oracl
         ThreadPoolExecutor(8) as pool,
     ):
         for also_lost in (None, "prefill stage 1"):
-            prompts = [prompt(900, seed) for seed in range(6)]
+            prompts = [random_prompt(900, seed) for seed in range(6)]
             before = num_tokens(service)
-            running = [pool.submit(generate_at, service.target, each, 20) for each in prompts]
+            running = [pool.submit(greedy, service.target, each, 20) for each in prompts]
             until(lambda before=before: num_tokens(service) > before)
             processes = descendants_of(service)
             os.kill(processes["controller"], signal.SIGKILL)

@@ -1,10 +1,9 @@
 """Drafts in a simulated cluster: what a step with them takes, who chooses, what rows get."""
 
-from dataclasses import replace
-
 import pytest
 
 from control_plane.scheduler.invariants import check
+from harness.settings import configured
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.costs.cost import CostModel, Loads
 from nanocp.simulator.drafted_rows import Speculation, come
@@ -13,9 +12,7 @@ from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import Mechanisms, make_simulation
 
 KIMI = load_cluster_file("h200x32-kimi-k2")
-SMALL = replace(
-    KIMI, cluster=replace(KIMI.cluster, num_instances=8, num_frames=512, max_model_len=30_000)
-)
+SMALL = configured(KIMI, num_instances=8, num_frames=512, max_model_len=30_000)
 
 
 def run(text="", num_requests=60, over_run=0):

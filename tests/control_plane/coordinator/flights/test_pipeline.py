@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry
 from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.ports.controller_interface import Submission
+from harness.settings import configured
 from nanocp.cli.operate.top import _stages
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.passes import PassesConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import Member
 from nanocp.values.passes import WAIT_CAUSES, LayersMoved
@@ -59,10 +59,7 @@ def test_a_wait_for_a_pass_is_a_bubble_only_while_one_is_in_flight():
 
 
 def test_a_stage_that_reports_layers_which_nobody_moves_is_refused():
-    config = Config(
-        cluster=ClusterConfig(num_instances=2, layout="pipeline"),
-        pipeline=PassesConfig(layer_policy="chaos_layers"),
-    )
+    config = configured(num_instances=2, layout="pipeline", layer_policy="chaos_layers")
     flights = PipelineFlights(config, Sent(), 4, StageMetrics(CollectorRegistry(), 2))
     submission, moves = Submission(Arrival(1, 10, 90), [5] * 10), None
     events = [submission.event(0)]

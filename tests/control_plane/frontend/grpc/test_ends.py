@@ -9,6 +9,7 @@ import pytest
 
 from control_plane.frontend.grpc import servicers
 from harness.services.frontend_fakes import make_config, running
+from harness.settings import configured
 from nanocp.client import (
     Aborted,
     Client,
@@ -18,10 +19,6 @@ from nanocp.client import (
     ResourceExhausted,
     Unavailable,
 )
-from nanocp.config.cluster import ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.service import ServiceConfig
-from nanocp.config.whole import Config
 from nanocp.values.plan import Ended, FinishReason
 from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
@@ -161,11 +158,7 @@ def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch):
 
 
 def test_more_calls_than_the_cluster_can_hold_are_refused():
-    config = Config(
-        cluster=ClusterConfig(num_instances=1, num_frames=1),
-        scheduler=SchedulerConfig(max_queued_requests=1),
-        service=ServiceConfig(grpc_port=0),
-    )
+    config = configured(num_instances=1, num_frames=1, max_queued_requests=1, grpc_port=0)
     with running(config) as service:
         open_calls = [service.client.generate([5]) for _ in range(2)]
         for _ in open_calls:

@@ -21,6 +21,7 @@ from control_plane.frontend.validation import ModelLimits
 from harness.services.frontend_fakes import TOKENIZER
 from harness.services.hash_members import WORDY
 from harness.services.hash_service import CONFIG, forked_service
+from harness.services.kit import started
 from harness.services.serve_process import Serve
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Served, open_checkpoint
@@ -48,12 +49,8 @@ def service(folder):
         "harness.services.hash_members:build_prefill",
     )  # fmt: skip
     config = replace(CONFIG, service=replace(CONFIG.service, served_model_name="wordy"))
-    service = forked_service(config, served)
-    try:
-        service.start(lambda step: None)
+    with started(forked_service(config, served)) as service:
         yield service
-    finally:
-        service.stop()
 
 
 def base_url(service):
