@@ -86,15 +86,9 @@ class ServedBy:
     """A service of the checkpoint whose prompts these engines compute."""
 
     def __init__(
-        self,
-        checkpoint,
-        *engines,
-        policy="fixed_degree:2",
-        num_instances=2,
-        dtype="float32",
-        api_key="",
-        num_drafts=0,
-    ):
+        self, checkpoint, *engines, policy="fixed_degree:2", num_instances=2, dtype="float32",
+        api_key="", num_drafts=0,
+    ):  # fmt: skip
         config = replace(
             CONFIG,
             cluster=ClusterConfig(

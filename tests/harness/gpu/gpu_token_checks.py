@@ -89,16 +89,9 @@ def captured_checks(checkpoint, oracle):
 
 
 def decoded(
-    checkpoint,
-    device,
-    num_instances=4,
-    lengths=PROMPTS,
-    num_tokens=24,
-    is_captured=False,
-    one_of=None,
-    num_lanes=1,
-    **keys,
-):
+    checkpoint, device, num_instances=4, lengths=PROMPTS, num_tokens=24, is_captured=False,
+    one_of=None, num_lanes=1, **keys,
+):  # fmt: skip
     """A cluster that has decoded `num_tokens` tokens for a request of each length.
 
     The requests lie over one instance, two, three, and so on, and in the lanes by turns. keys: of

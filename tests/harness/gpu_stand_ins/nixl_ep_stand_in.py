@@ -40,16 +40,9 @@ class Buffer:
     """How long a wait takes; None: timeout_ms. 0 for ranks that take turns in one thread."""
 
     def __init__(
-        self,
-        disable_ll_nvlink=False,
-        explicitly_destroy=False,
-        rank=0,
-        low_latency_mode=True,
-        group=None,
-        comm=None,
-        tcp_store_group=None,
-        timeout_ms=30_000,
-    ):
+        self, disable_ll_nvlink=False, explicitly_destroy=False, rank=0, low_latency_mode=True,
+        group=None, comm=None, tcp_store_group=None, timeout_ms=30_000,
+    ):  # fmt: skip
         assert low_latency_mode and group is comm is None and isinstance(timeout_ms, int)
         self.rank, self.tcp_store_group = rank, tcp_store_group
         self._wait_s = timeout_ms / 1000 if self.wait_s is None else self.wait_s
@@ -119,19 +112,10 @@ class Buffer:
         mask_status.copy_(self._masked)
 
     def low_latency_dispatch(
-        self,
-        x,
-        topk_idx,
-        num_max_dispatch_tokens_per_rank,
-        num_experts=None,
-        cumulative_local_expert_recv_stats=None,
-        dispatch_wait_recv_cost_stats=None,
-        use_fp8=True,
-        round_scale=False,
-        use_ue8m0=False,
-        async_finish=False,
-        return_recv_hook=False,
-    ):
+        self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts=None,
+        cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True,
+        round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False,
+    ):  # fmt: skip
         """Send rows; the hook receives. In the package a row visits at most 16 experts."""
         assert not use_fp8 and x.dtype == self.dtype and topk_idx.dtype == torch.int64
         assert x.is_contiguous() and topk_idx.is_contiguous() and topk_idx.shape[1] <= 16
@@ -173,18 +157,9 @@ class Buffer:
         return received, count, handle, None, _launched(receive, return_recv_hook)
 
     def low_latency_combine(
-        self,
-        x,
-        topk_idx,
-        topk_weights,
-        handle,
-        use_logfmt=False,
-        zero_copy=False,
-        async_finish=False,
-        return_recv_hook=False,
-        out=None,
-        combine_wait_recv_cost_stats=None,
-    ):
+        self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False,
+        async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None,
+    ):  # fmt: skip
         """Send rows back; the hook receives and sums them. What a masked rank has is left out."""
         source, places, max_rows, hidden = handle
         assert x.shape == (self._num_here, max_rows * self._num_ranks, hidden)

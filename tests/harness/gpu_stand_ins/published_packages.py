@@ -27,23 +27,10 @@ def get_mla_metadata(*args, **kwargs):
 
 
 def flash_mla_with_kvcache(
-    q,
-    k_cache,
-    block_table,
-    cache_seqlens,
-    head_dim_v,
-    tile_scheduler_metadata,
-    num_splits=None,
-    softmax_scale=None,
-    causal=False,
-    is_fp8_kvcache=False,
-    indices=None,
-    attn_sink=None,
-    extra_k_cache=None,
-    extra_indices_in_kvcache=None,
-    topk_length=None,
-    extra_topk_length=None,
-):
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+    softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None,
+    extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
+):  # fmt: skip
     """Decode over dense KV: (out [B, s_q, h_q, 512], lse [B, h_q, s_q]).
 
     lse is fp32, a natural log, and +inf where there is no KV.
@@ -77,28 +64,11 @@ def flash_mla_with_kvcache(
 
 
 def sgl_flash_mla_with_kvcache(
-    q,
-    k_cache,
-    block_table,
-    cache_seqlens,
-    head_dim_v,
-    tile_scheduler_metadata,
-    num_splits=None,
-    softmax_scale=None,
-    causal=False,
-    is_fp8_kvcache=None,
-    indices=None,
-    attn_sink=None,
-    extra_k_cache=None,
-    extra_indices_in_kvcache=None,
-    topk_length=None,
-    extra_topk_length=None,
-    enable_batch_invariant=False,
-    use_legacy=False,
-    kv_format=None,
-    descale_q=None,
-    descale_k=None,
-):
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+    softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None,
+    extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
+    enable_batch_invariant=False, use_legacy=False, kv_format=None, descale_q=None, descale_k=None,
+):  # fmt: skip
     """Decode as FlashMLA does, by the wheel sgl-flash-mla 1.0.0 (flash_mla_interface.py).
 
     Dense decode is among what it keeps for `use_legacy`; without, it asks for `indices`.
@@ -112,37 +82,13 @@ def sgl_flash_mla_with_kvcache(
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    qv=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    page_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    max_seqlen_q=None,
-    rotary_seqlens=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    rotary_interleaved=True,
-    scheduler_metadata=None,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-    return_softmax_lse=False,
-):
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
     """Decode over paged K/V heads: (out [B, 1, h_q, d], lse [B, h_q, 1], and more).
 
     FlashAttention's hopper/flash_attn_interface.py. The page size is any. What the lse of a row
@@ -186,17 +132,9 @@ sgl_flash_mla = SimpleNamespace(
 
 
 def m_grouped_fp8_gemm_nt_masked(
-    a,
-    b,
-    d,
-    masked_m,
-    expected_m,
-    recipe=None,
-    recipe_a=None,
-    recipe_b=None,
-    compiled_dims="nk",
+    a, b, d, masked_m, expected_m, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
     disable_ue8m0_cast=False,
-):
+):  # fmt: skip
     """Multiply groups in FP8, as DeepGEMM's csrc/apis/gemm.hpp does on Hopper.
 
     Scales are fp32, one for 1 x 128 of a and one for 128 x 128 of b.
@@ -223,16 +161,9 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def fp8_gemm_nt(
-    a,
-    b,
-    d,
-    c=None,
-    recipe=None,
-    recipe_a=None,
-    recipe_b=None,
-    compiled_dims="nk",
+    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
     disable_ue8m0_cast=False,
-):
+):  # fmt: skip
     """Multiply in FP8, d = a b^T, as DeepGEMM's csrc/apis/gemm.hpp does on Hopper.
 
     Scales are those of m_grouped_fp8_gemm_nt_masked. In another layout than TMA's, which is checked
@@ -264,18 +195,10 @@ class Buffer:
     """DeepEP's deep_ep/buffers/legacy.py: its low-latency calls, in a group of one instance."""
 
     def __init__(
-        self,
-        group,
-        num_nvl_bytes=0,
-        num_rdma_bytes=0,
-        low_latency_mode=False,
-        num_qps_per_rank=24,
-        allow_nvlink_for_low_latency_mode=True,
-        allow_mnnvl=False,
-        explicitly_destroy=False,
-        enable_shrink=False,
-        comm=None,
-    ):
+        self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False,
+        enable_shrink=False, comm=None,
+    ):  # fmt: skip
         assert low_latency_mode and num_nvl_bytes == 0
         self.num_rdma_bytes, self.num_qps_per_rank = num_rdma_bytes, num_qps_per_rank
 
@@ -287,19 +210,10 @@ class Buffer:
         return 4 * num_experts * num_max_dispatch_tokens_per_rank * 2 * hidden
 
     def low_latency_dispatch(
-        self,
-        x,
-        topk_idx,
-        num_max_dispatch_tokens_per_rank,
-        num_experts,
-        cumulative_local_expert_recv_stats=None,
-        dispatch_wait_recv_cost_stats=None,
-        use_fp8=True,
-        round_scale=False,
-        use_ue8m0=False,
-        async_finish=False,
-        return_recv_hook=False,
-    ):
+        self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+        cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True,
+        round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False,
+    ):  # fmt: skip
         assert not use_fp8 and x.dtype == torch.bfloat16 and topk_idx.dtype == torch.int64
         assert len(x) <= num_max_dispatch_tokens_per_rank
         received = torch.full(
@@ -321,18 +235,9 @@ class Buffer:
         return received, count, (source, num_max_dispatch_tokens_per_rank), None, hook
 
     def low_latency_combine(
-        self,
-        x,
-        topk_idx,
-        topk_weights,
-        handle,
-        use_logfmt=False,
-        zero_copy=False,
-        async_finish=False,
-        return_recv_hook=False,
-        out=None,
-        combine_wait_recv_cost_stats=None,
-    ):
+        self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False,
+        async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None,
+    ):  # fmt: skip
         source, max_rows = handle
         assert (
             x.dtype == torch.bfloat16

@@ -33,19 +33,9 @@ class AttentionCase:
     """Random rows over scattered frames; numbers after a row's last token must weigh nothing."""
 
     def __init__(
-        self,
-        lengths,
-        heads,
-        rank,
-        rope,
-        dtype,
-        device="cpu",
-        is_fp8=False,
-        seed=0,
-        scale=0.3,
-        layout=None,
-        num_queries=1,
-    ):
+        self, lengths, heads, rank, rope, dtype, device="cpu", is_fp8=False, seed=0, scale=0.3,
+        layout=None, num_queries=1,
+    ):  # fmt: skip
         """layout: KvHeads in place of latent KV of these widths. num_queries: of a row."""
         layout = layout or LatentKv(rank)
         q_width = kv_width = rank + rope
@@ -151,16 +141,9 @@ class ExpertCase:
     """
 
     def __init__(
-        self,
-        dtype,
-        num_rows=20,
-        hidden=48,
-        size=40,
-        experts=range(2, 7),
-        per_token=3,
-        device="cpu",
-        fp8_block=None,
-    ):
+        self, dtype, num_rows=20, hidden=48, size=40, experts=range(2, 7), per_token=3,
+        device="cpu", fp8_block=None,
+    ):  # fmt: skip
         generator = torch.Generator().manual_seed(num_rows)
         num_experts = experts.stop + 2
         x_TX = torch.randn(num_rows, hidden, generator=generator).to(dtype)

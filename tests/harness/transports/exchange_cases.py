@@ -99,17 +99,9 @@ class ExchangeCase:
     """
 
     def __init__(
-        self,
-        num_instances,
-        num_slots,
-        widths=NARROW,
-        device="cpu",
-        timeout_ms=0.01,
-        max_rows=8,
-        own_memory=None,
-        has_experts=False,
-        is_packed=False,
-    ):
+        self, num_instances, num_slots, widths=NARROW, device="cpu", timeout_ms=0.01, max_rows=8,
+        own_memory=None, has_experts=False, is_packed=False,
+    ):  # fmt: skip
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
         self.layout = layout(num_slots, widths) | (expert_layout(max_rows) if has_experts else {})
         self.places = RegionPlaces(self.layout, num_instances, is_packed)

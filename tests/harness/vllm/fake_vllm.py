@@ -45,18 +45,10 @@ class Request:
 class FakeVllm:
     """One engine, one step at a time; only `add` and `abort` may come from other threads."""
 
-    def __init__(
-        self,
-        block_size: int,
-        places: PageWriters,
-        seed: int,
-        chunk_tokens: tuple[int, int] = (1, 200),
-        preempted_share: float = 0.0,
-        model: HashModel | None = None,
-        fingerprint: dict[str, str] | None = None,
-        max_held_blocks: int = 10_000,
-        has_mtp: bool = False,
-    ) -> None:
+    def __init__(self, block_size: int, places: PageWriters, seed: int,
+                 chunk_tokens: tuple[int, int] = (1, 200), preempted_share: float = 0.0,
+                 model: HashModel | None = None, fingerprint: dict[str, str] | None = None,
+                 max_held_blocks: int = 10_000, has_mtp: bool = False) -> None:  # fmt: skip
         """has_mtp: it speculates by the model's MTP layer, whose KV it has too."""
         self._has_mtp = has_mtp
         self.block_size = block_size

@@ -22,16 +22,9 @@ class VllmServer:
     """Started on entry; `start` again after a death, on the same port."""
 
     def __init__(
-        self,
-        python: str,
-        checkpoint: Path,
-        log: Path,
-        module="nanocp.connectors.vllm",
-        dtype="float32",
-        api_key="",
-        attention="CPU_MLA",
-        more=(),
-    ):
+        self, python: str, checkpoint: Path, log: Path, module="nanocp.connectors.vllm",
+        dtype="float32", api_key="", attention="CPU_MLA", more=(),
+    ):  # fmt: skip
         """more: options of its command line."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
