@@ -4,8 +4,6 @@ With --checkout it asks the service of another checkout, for one from before a c
 those of this checkout, whichever service is asked.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

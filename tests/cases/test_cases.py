@@ -1,7 +1,5 @@
 """Other people's inputs, each whole, streamed and over gRPC (README.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 

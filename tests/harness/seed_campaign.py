@@ -13,8 +13,6 @@ end; every token is checked in all. When nothing more is to be lost instances ar
 which would cost half of the time. Exits 1 if a seed failed or was not played.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -3,8 +3,6 @@
 HASH_SEEDS=1000 plays more; a seed that fails says how to replay it.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

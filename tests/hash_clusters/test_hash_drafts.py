@@ -4,8 +4,6 @@ Few or most drafts are right, by seed. `DRAFT_SEEDS=1000` plays more; a seed tha
 replay it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from itertools import chain

@@ -3,8 +3,6 @@
 `HASH_SEEDS=1000` plays more of the drawn ones (test_hash_cluster.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -3,8 +3,6 @@
 `make seeds KIND=pipeline-chaos` plays more.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -5,8 +5,6 @@ before a change. The tests are those of this checkout, whichever code they judge
 be imported there shows no less than one that fails: what it asks for is not there.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

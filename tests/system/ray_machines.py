@@ -1,7 +1,5 @@
 """A Ray cluster of machines made of namespaces (nodes.py), and `nanocp serve` on it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

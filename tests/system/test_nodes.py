@@ -1,7 +1,5 @@
 """A service over several machines, made of namespaces, with `ray up`; a process or machine dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

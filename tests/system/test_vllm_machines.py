@@ -4,8 +4,6 @@ Kubernetes: the engine is on a machine of its own, made of namespaces (root), so
 TCP or NIXL. Compose: both are on this machine, and pages go through shared memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

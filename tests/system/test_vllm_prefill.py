@@ -4,8 +4,6 @@ Needs the environment that `make .venv-vllm/.installed` makes, or another's pyth
 NANOCP_VLLM_PYTHON.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

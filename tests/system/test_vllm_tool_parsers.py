@@ -4,8 +4,6 @@ They are in vLLM's source distribution; NANOCP_VLLM_SOURCES names the folder wit
 test-system` fetches it. What this project does otherwise is listed with its reason, exactly.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

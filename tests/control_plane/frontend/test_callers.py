@@ -1,7 +1,5 @@
 """API keys, request ids in headers and metadata, and one client too many, for both APIs."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Several choices of one prompt, why each one stopped, and the same in one answer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

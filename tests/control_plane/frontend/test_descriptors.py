@@ -1,7 +1,5 @@
 """What is left when clients hold every connection: health, metrics, and one warning a second."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Several front ends of one cluster: each has clients of its own, and gets their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

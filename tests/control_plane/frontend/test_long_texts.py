@@ -1,7 +1,5 @@
 """Long texts: a sound lower bound of their tokens, and nobody waits while they are tokenized."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """A front end and the controller's port for it over real sockets, in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """A client resumes an answer whose stream broke: at another front end, from the tokens it has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tokens come out in order and once, however they come (protocol.md, ordered tokens)."""
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import given

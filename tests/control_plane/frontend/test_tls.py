@@ -1,7 +1,5 @@
 """TLS at both APIs: encrypted, and only for clients that show a certificate if they are asked."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

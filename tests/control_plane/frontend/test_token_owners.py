@@ -1,7 +1,5 @@
 """Which instance may deliver which token, in examples."""
 
-from __future__ import annotations
-
 import pytest
 
 from control_plane.frontend.access.token_owners import TokenOwners

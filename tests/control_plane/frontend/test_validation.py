@@ -1,7 +1,5 @@
 """What is wrong with a request is said by name, before anything reaches the controller."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

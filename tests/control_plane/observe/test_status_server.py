@@ -1,7 +1,5 @@
 """The status port and its keys: what operators, clients and strangers may see and change there."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import struct

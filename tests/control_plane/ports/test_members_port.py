@@ -1,7 +1,5 @@
 """What a client can do at the ports of a running service, with and without an API key."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

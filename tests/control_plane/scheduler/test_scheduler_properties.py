@@ -1,7 +1,5 @@
 """The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

@@ -5,8 +5,6 @@ empty line. REWRITE=1 pytest tests/control_plane/scheduler/test_transcripts.py w
 output; commit it only if you understand it.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

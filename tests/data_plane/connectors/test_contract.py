@@ -1,7 +1,5 @@
 """The connector between a fake vLLM and recorded rings: every page is the one cut from dense KV."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """NanocpConnector itself, called as vLLM calls it, with a stand-in for vLLM's base class."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import subprocess

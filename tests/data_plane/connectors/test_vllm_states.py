@@ -1,7 +1,5 @@
 """States of linear attention layers, from vLLM's layouts to what the embedded prefill sends."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What a stage refuses: passes for another table or layout, layers out of order, absent KV."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """KV of layers on its way between stages on two nodes, whose connection ends."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

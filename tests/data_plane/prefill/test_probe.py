@@ -1,7 +1,5 @@
 """The probe takes this model's KV and no other's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

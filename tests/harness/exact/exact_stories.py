@@ -1,7 +1,5 @@
 """Stories of a real cluster that disturb rows, and how each may be played."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of random weights get an MTP layer, some of whose drafts are right."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """States of rows in linear attention layers, compared, and how late they are folded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

@@ -11,8 +11,6 @@ other than 1 the step of a linear attention layer itself is torch's, whatever th
 if a token was wrong, or a cell failed or was not played.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Tables that follow a scheduler's plans, as the instances' do; and plans that lost a change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from random import Random
 

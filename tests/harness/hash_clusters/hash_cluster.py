@@ -7,8 +7,6 @@ failures, which instance goes on next, how long messages are under way.
     PYTHONPATH=tests python -m harness.seed_campaign --kind plain --seeds 1000
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ It has no loop, no clock and no thread: a seed says when time passes, when a pro
 was sent, and when another one dials.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 PYTHONPATH=tests python -m harness.seed_campaign --kind drafts --seeds 1000
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

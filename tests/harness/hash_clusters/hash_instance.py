@@ -6,8 +6,6 @@ queries and partials by routes, dispatch and combine with every peer. A step is 
 yields what it awaits, so that a test can interleave the steps of a whole cluster in one thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

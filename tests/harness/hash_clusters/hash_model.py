@@ -5,8 +5,6 @@ token's KV depends on everything before it, as in a real model: prompts that beg
 same pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -6,8 +6,6 @@ The judge compares every page in a slot with the KV of the tokens that its hash 
 as the scheduler can find it there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a hash cluster is made of: drawn configurations, requests, instances and their messages."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

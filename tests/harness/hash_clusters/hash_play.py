@@ -4,8 +4,6 @@ The coordinator is the real one: it calls the scheduler and carries its plans ou
 streams, the clock and the processes, and draws when anything on its way comes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from functools import partial

@@ -10,8 +10,6 @@ Each attempt samples under a seed of its own, and the judge goes on from what th
 a token of an earlier attempt that slips through is a wrong token, and not the same one again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace

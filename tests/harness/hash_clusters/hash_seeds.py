@@ -3,8 +3,6 @@
 PYTHONPATH=tests python -m harness.seed_campaign --kind levelling --seed N    replays one
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

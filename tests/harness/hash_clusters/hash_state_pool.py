@@ -4,8 +4,6 @@ A state is spread over all of its pages, and its newest records are on the last:
 missing, doubled or of another time makes all that follows wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

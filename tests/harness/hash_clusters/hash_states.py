@@ -3,8 +3,6 @@
 PYTHONPATH=tests python -m harness.seed_campaign --kind states --seed N    replays one
 """
 
-from __future__ import annotations
-
 from random import Random
 
 from harness.hash_clusters.hash_cluster import HashCluster

@@ -4,8 +4,6 @@ What leaves the coordinator is carried out here: processes leave and join, end, 
 the scheduler hears of it. A seed says when.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace

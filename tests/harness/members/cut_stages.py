@@ -4,8 +4,6 @@ Each function makes a stage as startup.stage.build_stage does. Only processes of
 break, once some frames of a layer have travelled.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What stands around a member's loop in its tests: a scripted controller, and a front end."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor

@@ -6,8 +6,6 @@ service are proven in tests/control_plane/launchers and below `nanocp serve`, wh
 never forks.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -1,7 +1,5 @@
 """What several workers of a test run need, and one of them makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each has a network address, a name, processes, /dev/shm, /tmp/ray and a home of 
 sshd. They share the file system, so that code and checkpoints need no copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

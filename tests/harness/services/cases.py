@@ -1,7 +1,5 @@
 """Inputs of other people with what is right for each, as files: tests/cases/README.md."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

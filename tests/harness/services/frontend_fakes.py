@@ -1,7 +1,5 @@
 """What a front end needs around it in tests: a controller that records, members that deliver."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 from collections.abc import Callable, Iterator

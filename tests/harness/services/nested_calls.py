@@ -3,8 +3,6 @@
 Each is read whole, in pieces and character by character, and cut anywhere.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

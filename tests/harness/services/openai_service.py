@@ -1,7 +1,5 @@
 """The OpenAI API of a front end, and its members' side, for tests over real sockets."""
 
-from __future__ import annotations
-
 import json
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """A gRPC service that answers by the request's id, and the chunks that a client makes of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

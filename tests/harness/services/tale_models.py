@@ -4,8 +4,6 @@ Enters: a name of MODELS. Leaves: a checkpoint folder, and a service of it. The 
 models/tale, so answers are cheap and their sense is none; structured output forces a text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

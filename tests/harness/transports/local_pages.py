@@ -3,8 +3,6 @@
 Between processes, kv/page_ring.py and kv/peer_rings.py do the same.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

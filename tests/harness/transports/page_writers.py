@@ -1,7 +1,5 @@
 """Processes that write pages into a ring, or hold one, through shared memory, TCP and NIXL."""
 
-from __future__ import annotations
-
 import random
 import time
 from multiprocessing.connection import Connection

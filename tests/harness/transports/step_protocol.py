@@ -5,8 +5,6 @@ numbers say who put them and when, so that a region that is read twice or overwr
 seen.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -4,8 +4,6 @@ This file and its neighbours step_protocol.py and page_writers.py are light to i
 processes are forks of one that has imported them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

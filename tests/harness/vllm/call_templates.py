@@ -3,8 +3,6 @@
 Enters: nothing. Leaves: sources by name. They are written for tests; no published text is in them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 _SYSTEM = """{%- if tools %}{{ '<tools>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}

@@ -7,8 +7,6 @@ Faults: `garbage` (KV of another model), `mute` (answers, and sends no page), `h
 --api-key; a request without it gets 401.
 """
 
-from __future__ import annotations
-
 import json
 import select
 import socket

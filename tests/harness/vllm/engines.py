@@ -1,7 +1,5 @@
 """Processes of fake engines, which a test starts, stops and kills."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -4,8 +4,6 @@ Its KV is that of a HashModel, so each page can be compared with one cut from th
 that was freed is overwritten by the next step, so a page that is read too late or too early shows.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections import deque

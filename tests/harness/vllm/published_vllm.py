@@ -1,7 +1,5 @@
 """vLLM's connector interface as it was published, for tests without vLLM."""
 
-from __future__ import annotations
-
 import enum
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """A real vLLM server for the CPU, in a process group of its own, with NanoCP's connector."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -6,8 +6,6 @@ Leaves: modules named vllm.* in sys.modules. Does not know: what the tests expec
 Tokenizers are not fetched: one stands for all, with markers and words as its tokens.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`nanocp generate` against a scripted service: what it prints, and exit codes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Python clients against a scripted service: every status, streams, aborts."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

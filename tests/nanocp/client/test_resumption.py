@@ -1,7 +1,5 @@
 """A client with several endpoints: a request whose stream breaks goes on at the next one."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A service whose instances draft: its answers are `transformers`', from prompts of any stages."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A service whose prompts are computed by engines: fake ones, in processes that tests kill."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

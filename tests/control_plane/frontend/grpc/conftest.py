@@ -1,7 +1,5 @@
 """A front end with the gRPC API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

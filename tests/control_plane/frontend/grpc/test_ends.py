@@ -1,7 +1,5 @@
 """Ends of requests of the gRPC API: aborts, slow and vanished clients, refusals."""
 
-from __future__ import annotations
-
 import time
 
 import grpc

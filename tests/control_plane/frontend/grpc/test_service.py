@@ -1,7 +1,5 @@
 """The gRPC service itself: start, drain, ports, health, reflection, garbage."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Streams of the gRPC API over real sockets: tokens, text, stop strings, placements."""
 
-from __future__ import annotations
-
 import contextlib
 
 import grpc

@@ -1,7 +1,5 @@
 """A front end with the OpenAI API, its client, and threads that wait for answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

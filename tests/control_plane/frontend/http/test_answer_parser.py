@@ -1,7 +1,5 @@
 """Parts of an answer: each family's form is read, and any cutting of the text gives the same."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Completions and chats of OpenAI's API: responses, streams, fields, names."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Chat templates render as `transformers` applies them; what they refuse is a sentence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a connection carries: answers to HTTP/1.0, and the next request while one is answered."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

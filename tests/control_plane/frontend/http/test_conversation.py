@@ -1,7 +1,5 @@
 """Conversations reach every template as it reads them, whatever form their clients gave them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What clients and platforms around OpenAI's API rely on beside the endpoints themselves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """OpenAI's API beside completions: models, tokens, health; ends, disconnects, bounds."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Whatever fails is answered in one shape: with its id, its origin, and the end of its stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every field that clients of OpenAI and vLLM may send is used, refused by name, or harmless."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Log probabilities of OpenAI's API, of the output and of the prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

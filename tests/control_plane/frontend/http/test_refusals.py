@@ -1,7 +1,5 @@
 """Mistakes that OpenAI's API refuses: a status and a sentence that names the field."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

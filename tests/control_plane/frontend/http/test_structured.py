@@ -1,7 +1,5 @@
 """Structured output over HTTP: OpenAI's and vLLM's fields become one grammar of the row."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tools and reasoning over HTTP, with OpenAI's own client: whole answers, streams and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A client may offer another protocol: the service answers by HTTP/1.1, and loses nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

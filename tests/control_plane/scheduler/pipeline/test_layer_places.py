@@ -1,7 +1,5 @@
 """Which frames travel when layers change their stage: no page too few, and none twice."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

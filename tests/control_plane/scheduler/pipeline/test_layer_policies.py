@@ -1,7 +1,5 @@
 """Layer policies: the paper's rule to the letter, the exact levelling, and a seeded chaos."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

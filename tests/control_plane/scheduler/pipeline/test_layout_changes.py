@@ -1,7 +1,5 @@
 """A change of layout as a story: a wish that lasts, full pages ahead, the mark, reports."""
 
-from __future__ import annotations
-
 import pytest
 
 from control_plane.scheduler.pipeline.layout_changes import LayoutChanges

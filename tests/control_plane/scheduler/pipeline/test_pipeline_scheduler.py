@@ -1,7 +1,5 @@
 """The scheduler of a pipeline as a pure function, and what it promises of passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -8,8 +8,6 @@ was given.
     PYTHONPATH=tests python -m harness.seed_campaign --kind failovers --seeds 1000
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace

@@ -8,8 +8,6 @@ a last operator asks for all seats, and must get them.
     PYTHONPATH=tests python -m harness.seed_campaign --kind operators --seed N
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import replace
 from random import Random

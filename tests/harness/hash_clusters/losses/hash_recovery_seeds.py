@@ -1,7 +1,5 @@
 """Play clusters that lose instances, controllers and front ends, each from one seed."""
 
-from __future__ import annotations
-
 from harness.hash_clusters.hash_play import played
 from harness.hash_clusters.hash_recovery import RecoveringCluster
 from harness.hash_clusters.losses.hash_failover import FailoverCluster

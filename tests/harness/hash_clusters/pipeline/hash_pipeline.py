@@ -6,8 +6,6 @@ stage goes on next, how long messages are under way.
     PYTHONPATH=tests python -m harness.seed_campaign --kind pipeline --seeds 1000
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Generator
 from random import Random

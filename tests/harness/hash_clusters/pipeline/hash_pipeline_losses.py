@@ -7,8 +7,6 @@ without a loss. Within a term single requests begin another attempt too, as fron
 tokens were lost on their way to them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

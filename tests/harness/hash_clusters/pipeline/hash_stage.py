@@ -3,8 +3,6 @@
 Only the arithmetic is fake (hash_model.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

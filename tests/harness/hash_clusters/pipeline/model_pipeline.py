@@ -5,8 +5,6 @@ It is played as hash_pipeline.py plays hash stages. `transformers` judges every 
 plays layers that move by chance.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

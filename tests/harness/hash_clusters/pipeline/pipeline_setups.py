@@ -1,7 +1,5 @@
 """Configurations of small pipelines, drawn by chance."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from random import Random
 from typing import NamedTuple

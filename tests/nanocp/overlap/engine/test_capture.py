@@ -1,7 +1,5 @@
 """Models of `transformers` give the same logits in any order, with and without caches."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

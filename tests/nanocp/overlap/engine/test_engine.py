@@ -1,7 +1,5 @@
 """The engine: any order gives the same result, each operator runs once, mistakes are sentences."""
 
-from __future__ import annotations
-
 import random
 import re
 

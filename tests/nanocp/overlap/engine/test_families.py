@@ -3,8 +3,6 @@
 With `-s` each prints its largest difference, as a share of the largest value.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

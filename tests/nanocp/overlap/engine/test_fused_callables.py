@@ -1,7 +1,5 @@
 """Policies that replace operators by one callable: which they get, and what its errors say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 With `-s` each case prints a line: the policy, the largest error, the micro-batches, the reason.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 
