@@ -10,6 +10,7 @@ import time
 import pytest
 
 from harness.paths import ROOT
+from harness.waits import until
 
 
 class Service:
@@ -56,10 +57,7 @@ class Service:
             time.sleep(0.02)
 
     def until(self, num_calls):
-        deadline = time.monotonic() + 60
-        while len(self.said()) < num_calls:
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
+        until(lambda: len(self.said()) >= num_calls)
 
 
 @pytest.fixture
@@ -97,10 +95,7 @@ def test_it_adds_an_instance_while_requests_wait_and_takes_one_back_while_none_d
 def test_a_key_that_is_not_valid_is_said(service):
     service.key, service.waiting = "another", 4
     said = f"autoscale.sh: {service.target} does not answer /metrics; a service with keys needs"
-    deadline = time.monotonic() + 60
-    while said not in (service.folder / "errors").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: said in (service.folder / "errors").read_text())
     assert service.said() == []
     service.key = "a key"
     service.until(1)

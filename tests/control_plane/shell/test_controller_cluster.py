@@ -44,10 +44,7 @@ IMPATIENT = replace(CONFIG, limits=replace(
 
 
 def until_decoding(service):
-    deadline = time.monotonic() + 60
-    while not service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"))
 
 
 @pytest.mark.parametrize(
@@ -288,12 +285,7 @@ def test_aborts_at_every_stage_free_everything():
             late = client.generate(prompt(900, 1), max_tokens=1000, ignore_eos=True, timeout_s=0.5)
             with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
                 list(late)
-        deadline = time.monotonic() + 60
-        while (
-            free := _free_frames(service)
-        ) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert free == 4 * CONFIG.cluster.num_frames
+        until(lambda: _free_frames(service) == 4 * CONFIG.cluster.num_frames)
         assert len(generate(service.address, prompt(900, 1), 5)) == 5
 
 
@@ -401,9 +393,4 @@ def test_a_request_whose_tokens_are_lost_goes_on_from_those_in_order(monkeypatch
         assert tokens == expected(prompt(200, 1), 200)
         sample = service.metrics.registry.get_sample_value
         assert sample("nanocp:request_attempts_total") == 1
-        deadline = time.monotonic() + 60
-        while (
-            free := _free_frames(service)
-        ) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert free == 4 * CONFIG.cluster.num_frames
+        until(lambda: _free_frames(service) == 4 * CONFIG.cluster.num_frames)

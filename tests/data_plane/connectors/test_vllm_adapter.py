@@ -4,7 +4,6 @@ import inspect
 import json
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from data_plane.prefill.connector.ticket import KEY
 from harness.paths import ROOT
 from harness.vllm import published_vllm
 from harness.vllm.fake_vllm import FakeVllm
+from harness.waits import until
 
 from .test_contract import MODEL, Places, assert_pages, run, ticket_of
 
@@ -114,10 +114,7 @@ class Sender:
 
 
 def assert_sent(sender):
-    deadline = time.monotonic() + 30
-    while not sender.finished({"r"}, 0):
-        assert time.monotonic() < deadline, "its pages are not sent"
-        time.sleep(0.001)
+    until(lambda: sender.finished({"r"}, 0))
 
 
 def engine_with(module, monkeypatch, folder, places, **options):

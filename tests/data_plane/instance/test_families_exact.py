@@ -5,6 +5,7 @@ and stories takes several minutes: `make test-system`. That of models with state
 and kernels too, takes 40: `python -m harness.exact.states_matrix`.
 """
 
+from functools import cache
 from itertools import combinations, product
 
 import pytest
@@ -28,16 +29,14 @@ FAMILIES = (
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Make each family's checkpoint and oracle once."""
-    made = {}
 
+    @cache
     def of(preset):
-        if preset not in made:
-            path = tmp_path_factory.mktemp("family") / preset
-            name, _, stored = preset.partition(" in ")
-            dtype = getattr(torch, stored or "float32")
-            make_checkpoint(path, name, dtype=dtype, published_spelling=True)
-            made[preset] = path, Oracle(path)
-        return made[preset]
+        path = tmp_path_factory.mktemp("family") / preset
+        name, _, stored = preset.partition(" in ")
+        dtype = getattr(torch, stored or "float32")
+        make_checkpoint(path, name, dtype=dtype, published_spelling=True)
+        return path, Oracle(path)
 
     return of
 

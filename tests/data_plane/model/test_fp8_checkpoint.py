@@ -301,20 +301,17 @@ def damage(path, change):
 NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-def test_missing_scales_are_named(damaged):
-    damage(damaged, lambda tensors: tensors.pop(NAME + "_scale_inv"))
-    with pytest.raises(
-        ValueError, match=rf"1 tensor is missing from the checkpoint: {NAME}_scale_inv$"
-    ):
-        load(damaged)
-
-
-def test_scales_of_other_blocks_are_named(damaged):
-    damage(damaged, lambda tensors: tensors.update({NAME + "_scale_inv": torch.ones(1, 1)}))
-    with pytest.raises(
-        ValueError,
-        match=rf"{NAME}_scale_inv has shape \[1, 1\]; by config.json it must have \[1, 2\]",
-    ):
+@pytest.mark.parametrize(("change", "sentence"), [
+    (lambda tensors: tensors.pop(NAME + "_scale_inv"),
+     rf"1 tensor is missing from the checkpoint: {NAME}_scale_inv$"),
+    (lambda tensors: tensors.update({NAME + "_scale_inv": torch.ones(1, 1)}),
+     rf"{NAME}_scale_inv has shape \[1, 1\]; by config.json it must have \[1, 2\]"),
+    (lambda tensors: tensors.update({"model.norm.weight": torch.ones(256).to(FP8)}),
+     "model.norm.weight is F8_E4M3, which only a matrix may be"),
+], ids=["scales that are missing", "scales of other blocks", "a norm in FP8"])  # fmt: skip
+def test_what_is_wrong_with_a_tensor_is_named(damaged, change, sentence):
+    damage(damaged, change)
+    with pytest.raises(ValueError, match=sentence):
         load(damaged)
 
 
@@ -324,13 +321,5 @@ def test_fp8_weights_without_a_word_in_config_are_named(damaged):
     (damaged / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ValueError, match=r"_proj.weight is F8_E4M3, .* only with a quantization_config"
-    ):
-        load(damaged)
-
-
-def test_a_norm_in_fp8_is_named(damaged):
-    damage(damaged, lambda tensors: tensors.update({"model.norm.weight": torch.ones(256).to(FP8)}))
-    with pytest.raises(
-        ValueError, match=r"model.norm.weight is F8_E4M3, which only a matrix may be"
     ):
         load(damaged)

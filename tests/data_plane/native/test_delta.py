@@ -1,5 +1,6 @@
 """The compiled step of a linear attention layer against CarryPool.step, its slow reference."""
 
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -26,13 +27,11 @@ PAGE_BYTES = 1024
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Make each preset's checkpoint once."""
-    made = {}
 
+    @cache
     def of(preset):
-        if preset not in made:
-            made[preset] = tmp_path_factory.mktemp("delta") / preset
-            make_checkpoint(made[preset], preset)
-        return made[preset]
+        make_checkpoint(path := tmp_path_factory.mktemp("delta") / preset, preset)
+        return path
 
     return of
 

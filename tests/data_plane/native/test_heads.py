@@ -1,6 +1,7 @@
 """The compiled kernels for K/V heads against the torch functions, their slow references."""
 
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -24,13 +25,11 @@ PAGE = 64
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Make each preset's checkpoint once."""
-    made = {}
 
+    @cache
     def of(preset):
-        if preset not in made:
-            made[preset] = tmp_path_factory.mktemp("heads") / preset
-            make_checkpoint(made[preset], preset)
-        return made[preset]
+        make_checkpoint(path := tmp_path_factory.mktemp("heads") / preset, preset)
+        return path
 
     return of
 

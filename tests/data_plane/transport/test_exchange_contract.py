@@ -28,6 +28,7 @@ from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp.receiver import receive_in_python
 from data_plane.transport.tcp.server import TcpSegmentServer
 from harness.transports.local_exchange import LocalExchange
+from harness.waits import until
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 
@@ -122,10 +123,7 @@ def assert_filled(views, channel, value):
 
 def until_here(member, channel, source, epoch):
     """A put is visible before its flag is, but it may take its time."""
-    deadline = time.monotonic() + 30
-    while not member.arrived(channel, source, epoch):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: member.arrived(channel, source, epoch))
 
 
 def test_a_flag_may_be_raised_and_read_by_its_address(members):

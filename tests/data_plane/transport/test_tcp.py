@@ -27,6 +27,7 @@ from harness.transports.transport_processes import (
     processes,
     receive,
 )
+from harness.waits import until
 from nanocp.values.members import Peer
 
 PAGE_BYTES = 1000
@@ -201,10 +202,7 @@ def test_a_put_outside_the_segment_ends_the_connection(nodes, ring, word, chunks
     table = [number for chunk in chunks for number in chunk][:16]
     header = tcp_messages.HEADER.pack(word, 1, len(chunks), *table, *[0] * (16 - len(table)))
     writer._segment._connection.sendall(header + bytes(100))
-    deadline = time.monotonic() + 30
-    while writer._segment.owner_is_alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not writer._segment.owner_is_alive())
     assert bytes(ring._segment.memory) == before
     writer.close()
 

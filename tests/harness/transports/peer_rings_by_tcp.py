@@ -1,7 +1,6 @@
 """Page rings of two instances as on two nodes, and the end of a connection between them."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,6 +9,7 @@ from data_plane.native.receiver import receive_puts
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp.messages import shut
 from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.waits import until
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 
@@ -39,7 +39,4 @@ def peer_rings_by_tcp(page_bytes: int) -> Iterator[tuple[PeerRings, PeerRings]]:
 def cut(source: PeerRings, target: PeerRings) -> None:
     """End the connection by which instance 0 sends; instance 1 knows it when this returns."""
     shut(source._writers[1]._segment._connection)
-    deadline = time.monotonic() + WAIT_S
-    while not target.has_lost(0):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: target.has_lost(0))

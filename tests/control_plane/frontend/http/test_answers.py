@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +21,7 @@ from harness.services.openai_service import (
     deliver,
     deliver_logprobs,
 )
-from harness.waits import WAIT_S
+from harness.waits import WAIT_S, until
 from nanocp.values.plan import Placement
 from nanocp.wire.rows import decode_row_input
 
@@ -242,10 +241,7 @@ def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(servi
     first, second = (service.controller.next_submission().request_id for _ in range(2))
     service.instance.deliver(first, 0, HELLO, LENGTH)
     service.instance.deliver(second, 0, HELLO[:1])
-    deadline = time.monotonic() + WAIT_S
-    while service.observer.calls.count(("first",)) < num_first + 2:
-        assert time.monotonic() < deadline, "not both have begun"
-        time.sleep(0.01)
+    until(lambda: service.observer.calls.count(("first",)) >= num_first + 2)
     service.client.abort("cmpl-mine")
     assert service.controller.next_abort() == second
     completion = answer.result(WAIT_S)

@@ -48,11 +48,6 @@ def service() -> Iterator[Service]:
         yield service
 
 
-@pytest.fixture(scope="module")
-def client(service: Service) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0)
-
-
 def answered(service: Service, ask: Any, text: str, step: int = 7) -> tuple[Any, Any]:
     """What `ask` returns if the model says the text, in batches of tokens; and the submission."""
     with ThreadPoolExecutor(1) as pool:
