@@ -23,23 +23,14 @@ EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree 
 
 
 MUTANTS = [
-    Mutant(
-        name="base-digest",
-        why="an instance applies changes to a table that they were not made for (table digests)",
-        path="data_plane/instance/page_transfers.py",
-        text="elif self.now.digest != plan.base_digest:",
-        fault="elif False:",
-        tests=("tests/data_plane/instance/test_window_edge.py", "-k", "another_table"),
-    ),
-    Mutant(
-        name="full-on-old",
-        why="the full table of a resync is applied onto the table that was wrong (table digests)",
-        path="data_plane/instance/page_transfers.py",
-        text="if plan.is_full: self.now = InstanceTable(*self.seat)",
-        fault="if plan.is_full: pass",
+    Mutant("base-digest", path="data_plane/instance/page_transfers.py",
+           tests=("tests/data_plane/instance/test_window_edge.py", "-k", "another_table"),
+           why="an instance applies changes to a table that they were not made for (table digests)",
+           text="elif self.now.digest != plan.base_digest:", fault="elif False:"),
+    Mutant("full-on-old", path="data_plane/instance/page_transfers.py",
         tests=("tests/data_plane/instance/test_window_edge.py", "-k", "whatever_was_in_it"),
         why="the full table of a resync is applied onto the table that was wrong (table digests)",
-        text="if plan.is_full: self._table = InstanceTable(self._instance, self._num_instances)",
+        text="if plan.is_full: self.now = InstanceTable(*self.seat)",
         fault="if plan.is_full: pass"),
     Mutant("between-steps", path="data_plane/member/instance_runner.py",
            tests=("tests/data_plane/member", "-k", "between_the_steps"),

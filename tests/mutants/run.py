@@ -9,6 +9,8 @@ Prints how long each took and which test saw it. Exits 0 if every mutant that ra
 mutant's text is no longer in the code, that is an error: mend the mutant.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

@@ -28,7 +28,7 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.hash_clusters.hash_model import HashModel
 from harness.hash_clusters.pipeline.hash_stage import HashStageModel
-from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
+from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve
 from harness.members.staged_prefill import prefill_scheduler
 from harness.transports.local_pages import local_peer_rings
 from harness.transports.local_stage_links import LocalStageLinks
