@@ -123,8 +123,7 @@ class ClusterView:
         engines: what the prefill's engines do; see EngineMetrics.rows.
         recovery: terms and losses; see RecoveryMetrics.row.
         """
-        self._engines = engines
-        self._recovery = recovery
+        self._engines, self._recovery = engines, recovery
         self._cluster, self._policy = cluster, policy
         self._inter_token_sums = inter_token_sums
         self._timelines = Timelines(cluster.num_frames)

@@ -38,15 +38,16 @@ def config_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str
     return "\n".join(_section(config, (), origins)).strip() + "\n"
 
 
-def changed(value: Any, default: Any) -> dict[str, Any]:
-    """The tree of keys that users may set and that are not the default"""
+def changed(section: Any) -> dict[str, Any]:
+    """The tree of keys that users may set and that are not the default."""
     tree: dict[str, Any] = {}
-    for item in fields(value):
-        if is_hidden(marks_of(type(value))[item.name]):
+    default, marks = type(section)(), marks_of(type(section))
+    for item in fields(section):
+        if is_hidden(marks[item.name]):
             continue
-        ours, theirs = getattr(value, item.name), getattr(default, item.name)
+        ours, theirs = getattr(section, item.name), getattr(default, item.name)
         if is_dataclass(ours):
-            ours = changed(ours, theirs)
+            ours = changed(ours)
             theirs = {}
         if ours != theirs:
             tree[item.name] = ours

@@ -18,10 +18,7 @@ from nanocp.config.scheduler import SchedulerConfig
 def make_prefill_scheduler(
     cluster: ClusterConfig, scheduler: SchedulerConfig, passes: PassesConfig
 ) -> PipelineScheduler:
-    """Make the scheduler of `prefill.stages`; a MemberSpec names this factory.
-
-    The sections are those of Config.of_prefill_stages.
-    """
+    """Make the scheduler of `prefill.stages`, with sections of Config.of_prefill_stages."""
     num_stages = cluster.num_instances
     # It plans no layers: what their number is does not matter.
     pipeline = PipelineConfig.of(passes, num_stages, num_layers=num_stages)

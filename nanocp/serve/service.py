@@ -348,10 +348,8 @@ class Service:
                 self._front_end_launcher,
                 self._controller_number,
             )
-        num, snapshot = config.cluster.num_instances, view.snapshot_json
-        http = HttpServer(
-            service, config.limits, num, model, metrics, snapshot, observer.http_responded
-        )
+        num, page, ended = config.cluster.num_instances, view.snapshot_json, observer.http_responded
+        http = HttpServer(service, config.limits, num, model, metrics, page, ended)
         return FrontEnd(
             config, served.tokenizer, served.limits, self._member_secrets, observer, http
         )

@@ -63,14 +63,10 @@ class Members(TermSteps):
         leave_ms: int,
     ) -> None:
         """num_experts: see Seats. has_prefill, recovers, leave_ms: Config knows them."""
-        self._metrics = metrics
-        self._limits = limits
-        self._facts = facts
+        self._metrics, self._limits, self._facts = metrics, limits, facts
         self.output = MembersOutput()
         """What is to be done, until it is taken."""
-        self._instances = tuple(
-            Member("instance", instance) for instance in range(cluster.num_instances)
-        )
+        self._instances = tuple(Member("instance", seat) for seat in range(cluster.num_instances))
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers, self._leave_ms = recovers, leave_ms

@@ -56,8 +56,7 @@ class HttpServer:
         on_response: OnResponse = lambda endpoint, method, status: None,
     ) -> None:
         self._service, self._limits, self._num_instances = service, limits, num_instances
-        self._model = model
-        self._metrics = metrics
+        self._model, self._metrics = model, metrics
         self._snapshot_json = snapshot_json
         self._on_response = on_response
         self._has_served = False

@@ -189,9 +189,8 @@ class FrontEndPort(ControllerEvents):
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        service = self._service
         try:
-            server, address = bind(service, self.secrets, 1 + service.front_ends)
+            server, address = bind(self._service, self.secrets, 1 + self._service.front_ends)
         except OSError as error:
             self._bound.set_exception(error)
             return

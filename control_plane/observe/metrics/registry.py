@@ -27,15 +27,14 @@ class Metrics:
     ) -> None:
         # A _created series beside each counter and histogram would double them; nothing reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self.scheduling = SchedulingMetrics(
-            self.registry, cluster, scheduler.costs.dispatch_tokens_per_row
-        )
-        self.offload = OffloadMetrics(self.registry)
-        self.instances = InstanceMetrics(self.registry, cluster.num_instances, scheduler)
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        dispatch_tokens = scheduler.costs.dispatch_tokens_per_row
+        self.scheduling = SchedulingMetrics(registry, cluster, dispatch_tokens)
+        self.offload = OffloadMetrics(registry)
+        self.instances = InstanceMetrics(registry, cluster.num_instances, scheduler)
         num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
-        self.stages = StageMetrics(self.registry, num_stages)
-        self.engines = EngineMetrics(self.registry, engine_urls)
-        self.recovery = RecoveryMetrics(self.registry)
-        self.requests = RequestMetrics(self.registry, cluster.max_model_len)
+        self.stages = StageMetrics(registry, num_stages)
+        self.engines = EngineMetrics(registry, engine_urls)
+        self.recovery = RecoveryMetrics(registry)
+        self.requests = RequestMetrics(registry, cluster.max_model_len)

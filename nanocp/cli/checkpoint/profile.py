@@ -158,8 +158,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         config = replace(config, scheduler=_measure_drafts(config, checkpoint))
     fitted = fit_cluster(config.cluster, config.data_plane, model, degrees, points, ingest_gb_per_s)
     about, out = [*_about(config, checkpoint), *doubts(fitted)], measurement.out
-    scheduler = as_measured(config.scheduler, fitted, sweep)
-    _write(replace(config, scheduler=scheduler), out, about)
+    _write(replace(config, scheduler=as_measured(config.scheduler, fitted, sweep)), out, about)
     (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
     _show(sweep, fitted, console)
     for doubt in doubts(fitted):
@@ -210,15 +209,15 @@ def _run_pipeline(
 
 def _write(config: Config, out: Path, about: Sequence[str]) -> Path:
     """Write the profile, and the file for `nanocp serve --config`; returns the latter's path."""
-    from nanocp.config.whole import Config
     from nanocp.config.yaml import changed
     from nanocp.simulator.fit.fit import profile_yaml, serve_yaml
 
     section = config.pipeline if config.cluster.layout == "pipeline" else config.scheduler
     profile, path = out / "profile.yaml", out / "serve.yaml"
     profile.write_text(profile_yaml(section, about))
-    num_instances = config.cluster.num_instances
-    path.write_text(serve_yaml(changed(config, Config()), num_instances, profile, about))
+    tree = changed(config)
+    tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
+    path.write_text(serve_yaml(tree, profile, about))
     return path
 
 
@@ -355,10 +354,8 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
     from nanocp.simulator.fit.fit import kv_bytes
     from nanocp.values.plan import PAGE_SIZE
 
-    needed, free = (
-        num_frames * PAGE_SIZE * kv_bytes(config.data_plane, model),
-        psutil.virtual_memory().available,
-    )
+    needed = num_frames * PAGE_SIZE * kv_bytes(config.data_plane, model)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
             f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and "

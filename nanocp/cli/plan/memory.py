@@ -133,9 +133,9 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
 def frames_that_fit(
     folder: Path,
     cluster: ClusterConfig,
-    data_plane: DataPlaneConfig,
+    own: DataPlaneConfig,
     scheduler: SchedulerConfig,
-    memory: float,
+    room: float,
 ) -> int:
     """How many frames an instance on a GPU has room for in so many bytes, beside all else.
 
@@ -146,11 +146,11 @@ def frames_that_fit(
 
     model = ModelConfig.from_folder(folder, scheduler.num_drafts > 0)
     stores_bf16 = _stores_bf16(folder, model)
-    need = memory_need(model, cluster, data_plane, scheduler.has_lanes, stores_bf16)
-    left = memory - _GB * DEVICES["h200"].reserve_gb - need.fixed
+    need = memory_need(model, cluster, own, scheduler.has_lanes, stores_bf16)
+    left = room - _GB * DEVICES["h200"].reserve_gb - need.fixed
     if left < need.page:
         raise ValueError(
-            f"no frame fits into {memory / _GB:.1f} GB of each GPU: weights and exchange take "
+            f"no frame fits into {room / _GB:.1f} GB of each GPU: weights and exchange take "
             f"{need.fixed / _GB:.1f} GB; give more --instances, or see `nanocp plan`"
         )
     return int(left // need.page)
@@ -166,11 +166,8 @@ def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
     config, name, device = hardware.config(), hardware.device, DEVICES[hardware.device]
     cluster, num_instances = config.cluster, config.cluster.num_instances
     memory = _GB * (hardware.memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
-    need, usable, reserve = (
-        memory_need(model, cluster, config.data_plane, hardware.lanes, stores_bf16),
-        device.usable_share * memory,
-        _GB * device.reserve_gb,
-    )
+    need = memory_need(model, cluster, config.data_plane, hardware.lanes, stores_bf16)
+    usable, reserve = device.usable_share * memory, _GB * device.reserve_gb
     left = usable - reserve - need.fixed
     typer.echo(f"{folder}: {_describe(model)}")
     typer.echo(

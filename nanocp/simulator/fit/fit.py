@@ -305,14 +305,8 @@ def profile_yaml(section: SchedulerConfig | PassesConfig, about: Sequence[str]) 
     return _document(tree, about)
 
 
-def serve_yaml(
-    tree: dict[str, Any], num_instances: int, profile: Path, about: Sequence[str]
-) -> str:
-    """The file for `nanocp serve --config`: the profile, and keys that are not the default.
-
-    tree: these keys, which is changed; see nanocp.config.yaml.changed.
-    """
-    tree.setdefault("cluster", {})["num_instances"] = num_instances
+def serve_yaml(tree: dict[str, Any], profile: Path, about: Sequence[str]) -> str:
+    """The file for `nanocp serve --config`: the profile, put into the tree of other keys."""
     tree.setdefault("scheduler", {})["profile"] = str(profile.resolve())
     return _document(tree, about)
 

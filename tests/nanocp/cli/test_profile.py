@@ -156,7 +156,7 @@ def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
     profile = tmp_path / "profile.yaml"
     measured, about = as_measured(config.scheduler, fitted, SWEEP), ["about the machine"]
     profile.write_text(profile_yaml(measured, about))
-    written = serve_yaml(changed(config, Config()), config.cluster.num_instances, profile, about)
+    written = serve_yaml(changed(config), profile, about)
     (tmp_path / "serve.yaml").write_text(written)
     (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, ["about the machine"]))
     assert (tmp_path / "serve.yaml").read_text().startswith("# about the machine\n")
@@ -303,8 +303,8 @@ def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
     path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
     measured = as_measured(config.scheduler, fitted, SWEEP)
     profile.write_text(profile_yaml(measured, ["Measured here", *said]))
-    served = changed(replace(config, scheduler=measured), Config())
-    path.write_text(serve_yaml(served, config.cluster.num_instances, profile, []))
+    served = changed(replace(config, scheduler=measured))
+    path.write_text(serve_yaml(served, profile, []))
     assert load_config(path, {}, {}).scheduler.profile == str(profile)
     assert doubts_in(str(profile)) == said and doubts_in("") == []
     if is_doubted:
