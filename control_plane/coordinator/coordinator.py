@@ -1,9 +1,4 @@
-"""The coordinator: carries out what the scheduler decides, and gathers what it is to hear of.
-
-Enters: submissions, what members report and what becomes of them, plans. Leaves: plans, tickets and
-fences to the members, placements and ends to the front end, events for the scheduler's next call.
-Does not know: clocks, threads, streams, how a member's process is started.
-"""
+"""The coordinator: carries out the scheduler's plans, and collects its events, without a clock."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ from nanocp.values.plan import (
 
 
 class Coordinator:
-    """One scheduler and its members. Used from one thread, which tells `deadlines` the time."""
+    """One scheduler and its members. Used from one thread, which passes the time to `deadlines`."""
 
     def __init__(
         self,
@@ -42,39 +37,40 @@ class Coordinator:
         make_flights: Callable[[Members], Flights],
         obstacle_to_more: Callable[[int], str] = lambda num_instances: "",
     ) -> None:
-        """make_flights: makes the scheduler, and what sends its plans to these members.
+        """make_flights: makes the scheduler and the sender of its plans.
 
-        obstacle_to_more: see output.Facts. Raises ValueError for an unknown policy.
+        num_experts: see members.seats. obstacle_to_more: see output.Facts. Raises ValueError for an
+        unknown policy.
         """
         self._window_ms = limits.plan_timeout_ms + limits.exchange_timeout_ms
         """Longest time that the oldest window may take."""
         self._front_end = front_end
         self._metrics = metrics
         self.obstacle_to_more = obstacle_to_more
-        """Why there is no room for so many more instances, for an operator; empty if there is."""
+        """Explains why there is no room for this many more instances; empty if there is."""
         self.members = make_members(self)
         self.flights = make_flights(self.members)
         self.scheduler = self.flights.scheduler
         self.transfers = self.flights.transfers if isinstance(self.flights, DecodeFlights) else None
-        """Tickets, which go beside windows only."""
+        """Tickets, which only windows have."""
         self.deadlines = Deadlines()
         self.wake: Callable[[], None] = lambda: None
         """Called when the scheduler could act now."""
         self._events: list[ServiceEvent] = []
         self._submitted: dict[int, Submission] = {}
-        """By request, from submit until its prompt is on its way to the prefill."""
+        """Requests until their prompts are on the way to the prefill."""
         self._num_owed = 0
-        """Front ends that have yet to submit their open requests again, once for each term."""
+        """Resubmissions that front ends still owe, one for each term."""
 
     # --- what the scheduler is to hear of
 
     def take_events(self) -> list[ServiceEvent]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def happened(self, event: ServiceEvent) -> None:
-        """Keep the event for the scheduler, and let it be called if it could act now."""
+        """Keep an event for the scheduler, and wake it if it could act."""
         self._events.append(event)
         self._look()
 
@@ -84,23 +80,23 @@ class Coordinator:
             self.wake()
 
     def submitted(self, submission: Submission, now_us: int) -> None:
-        """A request has come, or a later attempt of one."""
+        """Take a new request, or a later attempt of one."""
         self._submitted[submission.request_id] = submission
         if submission.arrival.attempt:
             self._metrics.recovery.submitted_again()
         self.happened(submission.event(now_us))
 
     def owe(self, num_answers: int) -> None:
-        """Front ends are to submit so many times more, or have: then it is negative.
+        """Expect this many more resubmissions, one by each front end and term, in order.
 
-        Each answers every term, in order: the last answer is for the present term.
+        Negative: some have come.
         """
         self._num_owed += num_answers
         if self._num_owed == 0:
             self.happened(Resubmitted())
 
     def take_up(self, event: MembersEvent) -> None:
-        """Something became of a member, or of the term."""
+        """Take an event of a member or of the term."""
         match event:
             case PrefillArrived():
                 if self.transfers is not None:
@@ -120,7 +116,7 @@ class Coordinator:
             self.owe(self._front_end.interrupted())
 
     def reported(self, member: Member, report: Report) -> None:
-        """Take a report of the present term. Raises ValueError if it has no meaning here."""
+        """Take a report of this term. Raises ValueError if it is meaningless."""
         match report:
             case WindowDone():
                 self._window_done(report)
@@ -148,7 +144,7 @@ class Coordinator:
     # --- what it has decided
 
     def carry_out(self, plan: Plan, now_us: int) -> None:
-        """Send all of the plan, and tell the front end. now_us: the time of the call."""
+        """Send the plan, and inform the front end. now_us: the time of the call."""
         for event in self.flights.prepare(plan, self._submitted):
             self.happened(event)
         # Before the window: a front end refuses tokens of an instance that it does not know as the
@@ -180,22 +176,18 @@ class Coordinator:
         self._watch_scheduler(now_us)
 
     def report_end(self, ended: Ended) -> None:
-        """Let the front end know that a request has ended."""
+        """Inform the front end that a request has ended."""
         self._metrics.scheduling.ended(ended)
         self._front_end.ended(ended)
 
     def _watch_scheduler(self, now_us: int) -> None:
-        """Call the scheduler again when the next waiting request expires, if nothing else does."""
         self.deadlines.met("scheduler")
         deadline_us = self.scheduler.next_deadline_us
         if deadline_us is not None:
             self.deadlines.start("scheduler", max(0, deadline_us - now_us) / 1e3, self.wake)
 
     def _watch_window(self) -> None:
-        """End the cluster if the oldest window takes too long (protocol.md, bounded waits).
-
-        Instances find a dead peer first, and name it.
-        """
+        """End the cluster if the oldest window takes too long (protocol.md, bounded waits)."""
         self.deadlines.met("window")
         if self.flights.oldest is not None:
             self.deadlines.start("window", self._window_ms, self._window_overdue)
@@ -213,5 +205,5 @@ class Coordinator:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a window is in flight; see output.Facts."""
+        """Return whether a window is in flight; see output.Facts."""
         return len(self.flights) > 0

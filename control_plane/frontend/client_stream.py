@@ -1,9 +1,4 @@
-"""One request of the cluster as its client sees it: its tokens in order, and how it ended.
-
-Enters: tokens in any order and any number of times (protocol.md, ordered tokens), the
-beginning of later attempts. Leaves: output ids in order, which are the authority; times and
-lengths. Does not know: other requests, the controller.
-"""
+"""One choice as its client sees it, with tokens in order (protocol.md, ordered tokens)."""
 
 from __future__ import annotations
 
@@ -28,12 +23,11 @@ class Choice:
     text: OutputText | None = None
     """The text of the output; None without a tokenizer."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
-    the prompt."""
+    """Most likely tokens beside each prompt token; None: no log probabilities of the prompt."""
     index: int = 0
     """Number among the outputs that the client's request asks for."""
     output_ids: Sequence[int] = ()
-    """What the client has of it, and `text` was fed with."""
+    """Tokens that the client has; `text` has been fed with them."""
     text_before: str = ""
     """The text that the client has of it."""
     attempt: int = 0
@@ -44,7 +38,6 @@ class DraftCounts:
     """The drafts of one choice."""
 
     def __init__(self) -> None:
-        """Nothing is counted yet."""
         self.num_drafts = 0
         """Drafts that were checked, and those behind a wrong one in the same step."""
         self.num_steps_by_accepted: list[int] = []
@@ -67,10 +60,9 @@ class DraftCounts:
 
 
 class ClientStream:
-    """One request of the cluster: a choice of a client's request, until the client has all of it.
+    """A choice of a client's request in the cluster, until the client has all of it.
 
-    It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with
-    `ended`, which has the reason and a sentence.
+    It ends with `finish_reason`, when all tokens are here, or with `ended`.
     """
 
     def __init__(
@@ -83,7 +75,7 @@ class ClientStream:
         changed: asyncio.Event | None = None,
         steps_per_window: int = 1,
     ) -> None:
-        """`changed`: the event that the choices of one client's request share."""
+        """changed: the event shared by the choices of one client's request."""
         self.request_id = request_id
         self.client_id = client_id
         self.prompt_ids = prompt_ids
@@ -98,22 +90,20 @@ class ClientStream:
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if choice.prompt_logprobs is None else []
         )
-        """Log probabilities of the prompt's tokens, from the second on, as they come. None if they
-        are not asked for."""
+        """Log probabilities of the prompt's tokens, from the second on; None if not asked for."""
         self.row_runs_on = False
-        """Whether a stop string in the text ended the request, while its row still runs."""
+        """True if a stop string ended the request while its row still runs."""
         self.attempt = choice.attempt
-        """Number of the latest submission, from 0. Only its tokens are taken."""
+        """Number of the latest submission, from 0; only its tokens are taken."""
         self.resumed = choice.attempt
         """How often the client has resumed the request."""
         self.was_preempted = False
         self.paused_by = ""
-        """What has stopped its tokens until another attempt brings some; see Observer.on_token."""
+        """Cause of a pause until another attempt brings tokens; see Observer.on_token."""
         self.num_cached = 0
         """Tokens of the prompt whose KV was in the cluster."""
         self.resumes_after: int | None = None
-        """Number of output tokens at which a preempted request is submitted again. None: it is not
-        preempted."""
+        """Output length at which a preempted request is submitted again; None: not preempted."""
         self.output_ids = list(choice.output_ids)
         """The output so far, in order and without gaps."""
         self.drafts = DraftCounts()
@@ -122,32 +112,32 @@ class ClientStream:
         self.finish_reason: FinishReason | None = None
         self.ended: Ended | None = None
         self.changed = changed or asyncio.Event()
-        """Set when `take_new` has something to give, or when the request ended."""
+        """Set when `take_new` has tokens, or when the request ended."""
         self.arrived_s = time.monotonic()
         self.placed_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = self.arrived_s
         self._losses = (0, 0)
-        """(tokens in order, how often others were lost since there were so many)."""
+        """(tokens in order, losses since there were so many)."""
         self._early: dict[int, Token] = {}
-        """Tokens that came before one with a smaller index, by index."""
+        """Early tokens by index."""
         self.unplaced: list[tuple[int, Token]] = []
-        """Tokens with the instances that delivered them, before a placement that allows it."""
+        """(instance, token) before a placement that allows it."""
         self._num_taken = len(choice.output_ids)
         self._untaken_logprobs: list[TokenLogprobs] = []
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of prompt that the client sent."""
+        """The length of the client's prompt."""
         return len(self.prompt_ids)
 
     @property
     def num_undelivered(self) -> int:
-        """Tokens that are held for the client."""
+        """The number of tokens held for the client."""
         return len(self.output_ids) - self._num_taken + len(self._early)
 
     def arrival(self, row_start: bytes, page_hashes: tuple[bytes, ...]) -> Arrival:
-        """The present attempt for the scheduler: output that is there is prompt of it."""
+        """Return the present attempt, whose prompt has the output so far."""
         num_done = len(self.output_ids)
         return Arrival(
             self.request_id,
@@ -164,7 +154,7 @@ class ClientStream:
         )
 
     def times(self) -> EndedRequest:
-        """Lengths and durations until now, as the observer gets them."""
+        """Return lengths and durations until now, for the observer."""
         arrived_s, placed_s, first_s = self.arrived_s, self.placed_s, self.first_token_s
         return EndedRequest(
             self.prompt_len,
@@ -186,10 +176,10 @@ class ClientStream:
         )
 
     def begin_attempt(self, cause: str) -> None:
-        """Go on from the tokens that are in order (protocol.md, one history).
+        """Continue from the tokens that are in order (protocol.md, one history).
 
-        Tokens that came early are forgotten: the new attempt may generate others in their place.
-        cause: see Observer.on_token; until the next token the first one counts.
+        Early tokens are dropped. cause: see Observer.on_token; until the next token the first one
+        counts.
         """
         self.paused_by = self.paused_by or cause
         self.attempt += 1
@@ -199,16 +189,16 @@ class ClientStream:
         self.owners.begin_attempt(len(self.output_ids))
 
     def may_lose_tokens(self, most: int) -> bool:
-        """Note that tokens were lost: at most so often while no token comes into order."""
+        """Count a loss; False after `most` losses without progress."""
         num_tokens, num_losses = self._losses
         num_now = len(self.output_ids)
         self._losses = (num_now, num_losses + 1 if num_tokens == num_now else 1)
         return self._losses[1] <= most
 
     def add(self, token: Token) -> int:
-        """Put the token in its place; returns how many tokens that brought into order.
+        """Put the token in its place; return how many tokens came into order.
 
-        Returns 0 for a token that was seen before, and for one of an earlier attempt.
+        0 for a repeated token, or one of an earlier attempt.
         """
         num_before = len(self.output_ids)
         if token.index >= self.params.max_tokens or token.index < num_before:
@@ -233,16 +223,13 @@ class ClientStream:
         return num_new
 
     def take_new(self) -> list[int]:
-        """The ids in order that were not taken before. Clears `changed`."""
+        """Return new ids in order, and clear `changed`."""
         self.changed.clear()
         ids = self.output_ids[self._num_taken :]
         self._num_taken = len(self.output_ids)
         return ids
 
     def take_new_logprobs(self) -> list[TokenLogprobs]:
-        """Log probabilities of the ids that `take_new` has given.
-
-        Those that were taken before are left out.
-        """
+        """Return new log probabilities of the ids that `take_new` has returned."""
         logprobs, self._untaken_logprobs = self._untaken_logprobs, []
         return logprobs

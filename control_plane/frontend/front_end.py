@@ -1,9 +1,4 @@
-"""A front end: the servers for clients and for delivered tokens, in a thread and an event loop.
-
-Enters: a configuration, a tokenizer, the controller's interface; from the controller, placements
-and ends. Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the
-service was started.
-"""
+"""A front end: the servers for clients and for delivered tokens, in one event loop."""
 
 from __future__ import annotations
 
@@ -63,11 +58,10 @@ _Serving = health_pb2.HealthCheckResponse
 
 
 class FrontEnd:
-    """One front end of a service. Every method may be called from any thread.
+    """One front end of a service, usable from any thread: start, open, drain, stop.
 
-    `start` binds. `open` accepts requests once the cluster is ready. `drain` refuses new ones and
-    waits. `stop` ends what is left. `placed`, `preempted`, `interrupted` and `ended` are the
-    controller's callbacks (ControllerEvents).
+    `placed`, `preempted`, `interrupted` and `ended` are the controller's callbacks
+    (ControllerEvents).
     """
 
     def __init__(
@@ -83,8 +77,8 @@ class FrontEnd:
     ) -> None:
         """Without a tokenizer, text prompts are refused and responses have token ids only.
 
-        member_secrets: of the instances and the prefill, which deliver tokens at a port of their
-        own. index: which of service.front_ends it is. is_remote: see ClientStreams.
+        member_secrets: of members that deliver tokens. index: its number in service.front_ends.
+        is_remote: see ClientStreams.
         """
         self._is_remote = is_remote
         self._config = config
@@ -107,7 +101,7 @@ class FrontEnd:
     # --- start and end ---
 
     def start(self) -> str:
-        """Bind the ports, each + index; returns `address`. Requests get UNAVAILABLE until `open`.
+        """Bind the ports, each + index; return `address`. Requests get UNAVAILABLE until `open`.
 
         Raises OSError, naming the port, if one cannot be bound.
         """
@@ -116,12 +110,12 @@ class FrontEnd:
 
     @property
     def address(self) -> str:
-        """host:port where gRPC clients connect."""
+        """Host:port for gRPC clients."""
         return self._address.result(_THREAD_TIMEOUT_S)
 
     @property
     def events(self) -> ControllerEvents:
-        """What takes the controller's callbacks."""
+        """The receiver of the controller's callbacks."""
         return self
 
     @property
@@ -131,7 +125,7 @@ class FrontEnd:
 
     @property
     def http_addresses(self) -> tuple[str, ...]:
-        """The address of the HTTP API, once started, of the only front end of a service."""
+        """The address of the HTTP API, once started."""
         return (self.http_address,)
 
     def open(
@@ -141,19 +135,17 @@ class FrontEnd:
         front_ends: Sequence[str] = (),
         first_id: int = 0,
     ) -> None:
-        """Accept requests from now on, and send them to the controller: the cluster is ready.
+        """Accept requests from now on, and send them to the controller.
 
-        `load` may be called from the front end's thread. `front_ends` are the addresses of all
-        front ends of the service. first_id: number of the first request, if another front end of
-        this index was before.
+        `load` may be called from its thread. first_id: number of the first request.
         """
         self._call(lambda: self._open(controller, load, front_ends or (self.address,), first_id))
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
         """Refuse new requests and wait for the open ones; True if all have ended.
 
-        Waits at most limits.drain_timeout_ms. `report` is called now and then with the number of
-        open requests and the seconds left.
+        Waits at most limits.drain_timeout_ms. `report` gets the number of open requests and the
+        seconds left.
         """
         if not self._thread.is_alive():
             return True
@@ -162,14 +154,11 @@ class FrontEnd:
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended, or that a client still reads."""
+        """The choices that have not ended, or that a client still reads."""
         return self._open_requests.num_open if self._address.done() else 0
 
     def stop(self, reason: str = "the service is stopping") -> None:
-        """End every open request with UNAVAILABLE and the reason, close the ports, end the thread.
-
-        Idempotent.
-        """
+        """End every open request with UNAVAILABLE, close the ports, end the thread. Idempotent."""
 
         def request() -> None:
             if not self._stop_requested.done():
@@ -182,7 +171,7 @@ class FrontEnd:
     # --- the controller's callbacks ---
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """The request was placed, or its placement changed. Unknown ids are ignored."""
+        """Take the request's placement. Unknown ids are ignored."""
         self._call(lambda: self._streams.placed(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:
@@ -190,10 +179,7 @@ class FrontEnd:
         self._call(lambda: self._streams.preempted(preempted))
 
     def interrupted(self, cause: str = "term") -> int:
-        """A term has ended: every open request goes back to the controller, and goes on.
-
-        cause: see Observer.on_token.
-        """
+        """Submit every open request again; return their number. cause: see Observer.on_token."""
         self._call(lambda: self._streams.interrupted(cause))
         return 1
 
@@ -202,7 +188,7 @@ class FrontEnd:
         self._call(lambda: self._tokens_lost(request_id, sentence))
 
     def ended(self, ended: Ended) -> None:
-        """The scheduler ended the request. Unknown ids are ignored."""
+        """Take the end of a request from the scheduler. Unknown ids are ignored."""
         self._call(lambda: self._streams.ended(ended))
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -296,12 +282,12 @@ class FrontEnd:
         await self._health.set(CONTROL, _Serving.SERVING)
 
     async def _set_health(self, status: int) -> None:
-        """Set the health of the service and of Inference; Control serves while the port is open."""
+        """Control serves while the port is open, so its health is left out."""
         await self._health.set(health.OVERALL_HEALTH, status)
         await self._health.set(INFERENCE, status)
 
     def _tokens_lost(self, request_id: int, sentence: str) -> None:
-        """Wait until the instance may open another stream, else its tokens would be lost again."""
+        """Wait until the instance may open another stream, so as not to lose tokens again."""
         if request_id in self._losing:
             return
 
@@ -342,9 +328,9 @@ class FrontEnd:
 def await_drains(
     drains: Sequence[Future[bool]], timeout_s: float, report: Callable[[float], None]
 ) -> bool:
-    """Wait until front ends have drained, each within timeout_s; True if all requests have ended.
+    """Wait until front ends have drained, within timeout_s; True if all requests have ended.
 
-    `report` is called now and then with the seconds left.
+    `report` gets the seconds left now and then.
     """
     until_s = time.monotonic() + timeout_s
     while wait(drains, _DRAIN_REPORT_S).not_done:
@@ -355,7 +341,6 @@ def await_drains(
 
 
 def _clients_schema() -> DescriptorPool:
-    """The schemas that reflection shows: none but the clients', of all that Python's pool has."""
     pool = DescriptorPool()
     for module in (inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
@@ -363,11 +348,7 @@ def _clients_schema() -> DescriptorPool:
 
 
 def _max_request_bytes(max_model_len: int) -> int:
-    """Largest request message for a model of this length, in bytes.
-
-    Prompt ids take at most 8 bytes each and texts rarely more. A prompt that is too long for the
-    model, but not for this, is refused with its length.
-    """
+    """Prompt ids take at most 8 bytes each and texts rarely more."""
     return max(4 << 20, 16 * max_model_len)
 
 

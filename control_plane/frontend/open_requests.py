@@ -1,10 +1,4 @@
-"""The core of a front end: a client's request from its validation to its last token.
-
-Enters: a ClientRequest. Leaves: outputs of its choices as they come, or a RequestError with a
-sentence. Does not know: gRPC, HTTP, how a request is placed or decoded.
-
-Used from the front end's event loop only.
-"""
+"""The core of a front end: client requests from validation to the last token."""
 
 from __future__ import annotations
 
@@ -28,33 +22,28 @@ from nanocp.values.sampling import TokenLogprobs
 from nanocp.values.sampling_fields import CONSTRAINTS
 
 _LATE_PROMPT_LOGPROBS_S = 10.0
-"""Longest wait for log probabilities of a prompt after its first token: they were sent before
-it."""
+"""Longest wait after the first token for the prompt's log probabilities."""
 _MAX_LOST = 3
-"""The request fails when the log probabilities of its prompt were lost so often."""
+"""Request fails after this many losses of its prompt's log probabilities."""
 
 
 class RequestError(Exception):
-    """The request cannot be served, or ended before it was done.
-
-    The message is a sentence for the client.
-    """
+    """The request cannot be served, or ended early, with a sentence for the client."""
 
     def __init__(self, reason: FinishReason, message: str) -> None:
-        """`reason` is INVALID, REFUSED (no room), FAILED (not now), FATAL, EXPIRED or ABORTED."""
+        """reason: INVALID, REFUSED (no room), FAILED (not now), FATAL, EXPIRED or ABORTED."""
         super().__init__(message)
         self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinish:
-    """How one choice ended, and its placement at the end."""
+    """The end of one choice, and its placement then."""
 
     reason: FinishReason
-    """The reason: STOP or LENGTH."""
+    """STOP or LENGTH."""
     stop_reason: int | str | None
-    """The stop token's id or the stop string. None if max_tokens or the tokenizer's end of sequence
-    ended it."""
+    """The stop token's id or the stop string; None for other ends."""
     generated_tokens: int
     cp_degree: int
     moe_binding: int
@@ -73,7 +62,7 @@ class ChoiceOutput:
     text: str
     """Empty without a tokenizer."""
     logprobs: Sequence[TokenLogprobs]
-    """Log probabilities of token_ids, one each, if the request asks for them."""
+    """Log probabilities of token_ids, if the request asks for them."""
     finish: ChoiceFinish | None
     """How the choice ended, in its last output; else None."""
 
@@ -81,7 +70,7 @@ class ChoiceOutput:
 class OpenRequest:
     """A submitted request. Iterate once over its outputs.
 
-    Raises RequestError after the last output if the request fails.
+    Raises RequestError behind the last one if it fails.
     """
 
     def __init__(
@@ -94,14 +83,14 @@ class OpenRequest:
     ) -> None:
         """silent_eos_id: the end of sequence that is no stop_reason.
 
-        constraint_field: what the client calls its constraint of structured output.
+        constraint_field: the endpoint's name, for errors.
         """
         self._streams = streams
         self.request_id = request_id
         """The id that the client gave, or that was made."""
         self.prompt_ids = choices[0].prompt_ids
         self.texts_before = {choice.index: choice.text_before for choice in choices}
-        """The choices, with the text that a client which resumes has of each."""
+        """Text that a resuming client has, by choice."""
         self._first = choices[0]
         self._open = {choice.index: choice for choice in choices}
         self._changed = choices[0].changed
@@ -127,15 +116,13 @@ class OpenRequest:
 
     @property
     def num_cached(self) -> int:
-        """Tokens of the prompt whose KV was in the cluster, known once there is an output."""
+        """Cached prompt tokens, known after the first output."""
         return self._first.num_cached
 
     async def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Wait for the log probabilities of the prompt: one for each token but the first.
+        """Return the prompt's log probabilities, one for each token but the first, if requested.
 
-        Empty if the request does not ask for them. Those that are lost on their way, with the
-        prefill for one, are asked for again. To be called before the first output is asked for.
-        Raises RequestError if the request ends before.
+        Call it before the first output. Raises RequestError if the request ends before.
         """
         received, asking, num_lost = self._first.prompt_logprobs, self._first, 0
         with ExitStack() as asked_again:
@@ -195,10 +182,7 @@ class OpenRequests:
         tokenizer: Tokenizer | None,
         max_open: int,
     ) -> None:
-        """`max_open`: choices beyond this number are refused.
-
-        A choice that its client has stopped reading counts too.
-        """
+        """max_open: most choices, with those that their clients stopped reading."""
         self.limits = limits
         self.tokenizer = tokenizer
         self._streams = streams
@@ -206,17 +190,14 @@ class OpenRequests:
         self.num_open = 0
         """Choices that have not ended, or that a client still reads."""
         self.closed_because = "the cluster is starting"
-        """Why requests are refused; empty: they are not."""
+        """Reason for refusing requests; empty: none is refused."""
         self.idle = asyncio.Event()
         """Set while no request is open."""
         self.idle.set()
 
     @asynccontextmanager
     async def begin(self, request: ClientRequest) -> AsyncIterator[OpenRequest]:
-        """Submit a request; leaving the context aborts the choices that have not ended.
-
-        Raises RequestError.
-        """
+        """Submit a request; leaving the context aborts it. Raises RequestError."""
         client_id = request.request_id or uuid.uuid4().hex
         try:
             self._check(request)
@@ -244,7 +225,7 @@ class OpenRequests:
                 self.idle.set()
 
     def check_number(self, num_prompts: int, n: int) -> None:
-        """Raise RequestError for a call whose choices do not fit an empty cluster and its queue."""
+        """Raise RequestError for a call with too many choices."""
         if num_prompts * n > self._max_open:
             prompts = f"prompt has {num_prompts} prompts, and " if num_prompts > 1 else ""
             raise RequestError(
@@ -288,7 +269,7 @@ class OpenRequests:
         raise RequestError(FinishReason.FAILED, self.closed_because)
 
     def _validated(self, request: ClientRequest) -> tuple[Sequence[int], Sequence[Choice]]:
-        """The prompt's ids, and the choices to submit. Raises ValueError. May take long."""
+        """Raises ValueError. May take long."""
         valid = validated(request, self.limits, self.tokenizer)
         if request.resume is None:
             choices = [

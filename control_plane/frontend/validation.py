@@ -1,9 +1,4 @@
-"""Checks of a request that both APIs make before it goes anywhere.
-
-Enters: a ClientRequest, the model's limits. Leaves: prompt ids and one set of sampling parameters
-for each choice, or a ValueError that names the field, what was wrong and what would be right. Does
-not know: other requests, streams, the cluster's load.
-"""
+"""Checks of a request that both APIs make before it goes anywhere."""
 
 from __future__ import annotations
 
@@ -28,35 +23,36 @@ MAX_PRIORITY = 100
 MAX_RESUMES = 1_000_000
 """Largest attempt of a client that resumes."""
 CONTEXT_LENGTH = "This model's maximum context length is"
-"""In the sentences about a request that is too long: OpenAI's words, which clients look for."""
+"""OpenAI's words in errors about a too long request, which clients look for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model allows."""
+    """The limits of the served model."""
 
     vocab_size: int
     """Token ids are below this."""
     max_model_len: int
     """Most tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-sequence tokens of generation_config.json: they stop a request unless it says
-    ignore_eos, and are its stop_reason."""
+    """End-of-sequence tokens of generation_config.json, which are a stop_reason.
+
+    They stop a request unless it says ignore_eos.
+    """
     has_prefill: bool = True
-    """Whether there is a prefill. False: KV is synthetic, and prompts have no log probabilities."""
+    """False: KV is synthetic, and prompts have no log probabilities."""
     model: str = ""
     """What the service calls the model."""
     max_grammar_bytes: int = 32_768
     """Longest grammar of structured output, in bytes; 0: there is none."""
     has_prompt_logprobs: bool = True
-    """Whether the prefill computes log probabilities of prompts; engines do not."""
+    """True if the prefill computes log probabilities of prompts; engines do not."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The checkpoint's defaults of sampling fields, for requests over gRPC; max_tokens is that of
-    chats."""
+    """The checkpoint's sampling defaults for requests over gRPC; max_tokens is for chats only."""
     max_held_tokens: int | None = None
     """Most tokens of one request that the empty cluster's frames hold; None: any number."""
     tokenizer_eos_id: int | None = None
-    """The tokenizer's end of sequence, which ends a request as well, with no stop_reason."""
+    """The tokenizer's end of sequence, which also ends a request, without a stop_reason."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -72,12 +68,12 @@ class ValidRequest:
     prompt_ids: Sequence[int]
     """Token ids of the prompt, at least one."""
     params: tuple[SamplingParams, ...]
-    """Parameters of each choice. They differ in their seeds."""
+    """Parameters of each choice; they differ in their seeds."""
     stop: StopStrings
 
 
 def check_request_id(request_id: str) -> None:
-    """Check an id as the client wrote it: an API may put a word before it. Raises ValueError."""
+    """Check an id in the client's spelling. Raises ValueError."""
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise ValueError(
             f"request_id has {len(request_id)} characters; it must have at most "
@@ -122,9 +118,9 @@ def _check_resume_shape(resume: Resume, n: int) -> None:
 def validated(
     request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> ValidRequest:
-    """What the request asks of the cluster, with every default filled in. Raises ValueError.
+    """Return the request for the cluster, with every default filled in, after `check_shape`.
 
-    Tokenizes, which may take long: call it in a thread. `check_shape` comes first.
+    Raises ValueError. Takes long: call it in a thread.
     """
     if request.stop and tokenizer is None:
         raise ValueError(
@@ -163,17 +159,13 @@ def _check_resumed(resume: Resume, params: SamplingParams, limits: ModelLimits) 
 
 
 def _seed(seed: int | None, choice: int) -> int:
-    """The seed of a choice. As in vLLM, choice i of a seed is what seed + i gives alone."""
+    """Choice i of a seed equals seed + i alone, as in vLLM."""
     return secrets.randbits(63) if seed is None else (seed + choice) % NUM_SEEDS
 
 
 def _sampling_params(
     request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> SamplingParams:
-    """Sampling parameters with the seed as the client gave it.
-
-    The model's end-of-sequence tokens are among the stop ids.
-    """
     for name, token_ids in (
         ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
@@ -222,7 +214,7 @@ def _constraint(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenize
 def _bad_word_ids(
     words: Sequence[str], limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[int, ...]]:
-    """Token ids of each word at the start of a text, and after a space where they differ."""
+    """Yield each word's ids at the start of a text and, if different, after a space."""
     if words and tokenizer is None:
         raise ValueError(
             "bad_words cannot be used: the checkpoint has no tokenizer.json; give logit_bias"
@@ -277,10 +269,7 @@ def _prompt_ids(
 
 
 def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) -> int:
-    """Number of tokens that the prompt leaves.
-
-    Raises ValueError if prompt and output cannot fit the model.
-    """
+    """Return the tokens that the prompt leaves. Raises ValueError if it does not fit."""
     num_left = limits.max_model_len - prompt_len
     if num_left < 1:
         raise ValueError(_too_long(request.prompt_field, str(prompt_len), limits))

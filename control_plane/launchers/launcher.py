@@ -1,7 +1,4 @@
-"""What starts the processes of members and of spares, whatever they are.
-
-Enters: nothing. Leaves: a protocol. Does not know: what a member does, the controller.
-"""
+"""The interface for starting processes of members and spares."""
 
 from __future__ import annotations
 
@@ -11,19 +8,17 @@ from typing import Protocol
 from nanocp.values.members import Member
 
 KILL_TIMEOUT_S = 5.0
-"""A process that was killed is gone after this long."""
+"""A killed process is gone after this long."""
 
 Exited = Callable[[Member, int, str], None]
-"""Called with a member, the number of its process, and how that ended. From any thread; also after
-a member left because it was asked to."""
+"""Called from any thread with a member, its process's number, and the kind of its end."""
 
 SpareEnded = Callable[[str, bool], None]
-"""Called with how a process without a seat ended, and whether it was ready for one. From any
-thread."""
+"""Called from any thread with the end of a process without a seat, and whether it was ready."""
 
 
 class Launcher(Protocol):
-    """Starts every member of one cluster, and others in place of those that were lost."""
+    """Starts every member of one cluster, and replacements of lost ones."""
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         """Start a process for each (member, spec): number 0 of each member.
@@ -32,14 +27,13 @@ class Launcher(Protocol):
         """
 
     def start_one(self, member: Member, number: int, spec: object) -> None:
-        """Start another process for a member whose process is gone, where that one was.
+        """Start another process for a member in the place of its last one, or give it a spare.
 
-        A spare becomes an instance's process if there is one. From any thread. Raises OSError or
-        RuntimeError, also after `stop`.
+        From any thread. Raises OSError or RuntimeError, also after `stop`.
         """
 
     def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
-        """Start a process of no member, which prepares by this spec to become an instance's.
+        """Start a process without a member, which prepares by this spec to become an instance's.
 
         ended: not called once it has. From any thread. Raises OSError or RuntimeError, also after
         `stop`.
@@ -47,16 +41,16 @@ class Launcher(Protocol):
 
     @property
     def spares(self) -> Sequence[bool]:
-        """For each spare whether it is ready to become an instance's process. From any thread."""
+        """For each spare whether it is ready to become an instance's. From any thread."""
 
     def end_spares(self) -> None:
-        """End every spare, without a call of what was to be called. From any thread."""
+        """End every spare, without calls of `ended`. From any thread."""
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
         """Wait for members that were asked to leave, kill the others, release everything.
 
-        Returns the members that were killed, where that is known. A second call does nothing.
+        Returns the known killed members. Idempotent.
         """
 
     def kill(self, member: Member) -> None:
-        """End a member's latest process at once, as a failure would, even if it is stopped."""
+        """End a member's latest process at once, even if it is stopped."""

@@ -1,8 +1,4 @@
-"""Members as plain subprocesses of this machine: started, watched and stopped.
-
-Enters: a spec for each member or spare (picklable, unread here). Leaves: a call when a process has
-ended. Does not know: what a member does, the controller, Ray.
-"""
+"""Members as plain subprocesses of this machine: started, watched and stopped."""
 
 from __future__ import annotations
 
@@ -23,20 +19,18 @@ from nanocp.parent import PARENT_VARIABLE
 from nanocp.values.members import Member
 
 _FROM_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
-"""Signals that somebody sends: what the process wrote last has nothing to do with its end."""
+"""Signals from others: the process's last output does not explain its end."""
 
 
 @dataclass(eq=False, slots=True)
 class _Process:
-    """A member's process, or a spare."""
-
     process: subprocess.Popen[bytes]
     ended: Callable[[str], None]
-    """Called with how it ended. A spare that becomes a member's gets another."""
+    """Called with the kind of its end. A spare that becomes a member's gets another one."""
     is_ready: bool = False
 
     def give(self, spec: object, is_last: bool = True) -> None:
-        """Write a spec to its standard input; one that dies before it reads is noticed as any."""
+        """Write a spec to its standard input."""
         stdin = self.process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):
@@ -50,10 +44,9 @@ class ProcessLauncher(Launcher):
     """Plain subprocesses of this machine: no Ray."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Processes of `command`, which reads a member's pickled spec from standard input.
+        """Start processes of `command`, which reads a member's pickled spec from standard input.
 
-        A spare reads a spec of its own before that, and writes a line to its standard output once
-        it is ready. The name is the last argument: the list of processes shows who is who.
+        A spare first reads its own spec, and writes a line once it is ready.
         """
         self._command = command
         self._environment = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())}
@@ -100,7 +93,6 @@ class ProcessLauncher(Launcher):
             self._spares.clear()
 
     def _take_spare(self) -> _Process | None:
-        """One that is ready, else one that soon may be."""
         spare = max(self._spares, key=lambda each: each.is_ready, default=None)
         if spare is not None:
             self._spares.remove(spare)
@@ -156,7 +148,7 @@ class ProcessLauncher(Launcher):
         self._processes[member].process.kill()
 
     def pid(self, member: Member) -> int:
-        """The member's latest process."""
+        """Return the pid of the member's latest process."""
         return self._processes[member].process.pid
 
     def _watch(self, watched: _Process) -> None:
@@ -177,7 +169,6 @@ class ProcessLauncher(Launcher):
         watched.ended(f"{how}: {last_line}" if last_line else how)
 
     def _await_ready(self, spare: _Process) -> None:
-        """Wait for the first line, which says that it is ready; an instance writes none there."""
         assert spare.process.stdout is not None
         with spare.process.stdout as lines:
             for _ in lines:

@@ -1,8 +1,4 @@
-"""Members as actors of Ray: placed, started, watched and stopped.
-
-Enters: a spec for each member or spare (picklable, unread here). Leaves: a call when an actor has
-ended. Does not know: what a member does, the controller.
-"""
+"""Members as actors of Ray: placed, started, watched and stopped."""
 
 from __future__ import annotations
 
@@ -22,20 +18,19 @@ from nanocp.values.members import Member
 _RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""
 _TRIES = 3
-"""A Ray of this machine that is late is started so often."""
+"""Times that a late local Ray is started."""
 _SPARE_LOOK_S = 1.0
 """A spare actor that is dead is noticed after this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """Which members share a node, in a Ray of several nodes."""
+    """Members that share nodes, in a Ray of several nodes."""
 
     groups: Sequence[Sequence[Member]]
-    """The members that share a node; every group gets another one. Members of no group stay on this
-    node."""
+    """Members of each node; every group gets another one. Others stay on this node."""
     resources: Mapping[str, float]
-    """What a member of a group takes of its node, by Ray's names: CPU, GPU and others."""
+    """A member's share of its node, by Ray's names: CPU, GPU and others."""
     release: Any
     """A Ray function of a spec, which runs on a node when its members are gone."""
     timeout_s: float
@@ -44,8 +39,6 @@ class NodeGroups:
 
 @dataclass(eq=False, slots=True)
 class _SpareActor:
-    """An actor that no member has."""
-
     actor: Any
     is_ready: bool = False
 
@@ -60,7 +53,7 @@ class RayLauncher(Launcher):
         environment: Mapping[str, str],
         nodes: NodeGroups | None = None,
     ) -> None:
-        """`actor` is a Ray actor class whose instances have `prepare` and `run`, each of a spec.
+        """actor: a Ray actor class whose instances have `prepare` and `run`, each of a spec.
 
         address: None starts a local cluster. nodes: None puts every member on this node.
         """
@@ -69,7 +62,7 @@ class RayLauncher(Launcher):
         self._group: Any = None
         """Ray's placement group."""
         self._where: list[Any] = []
-        """For each node: where to run `release`."""
+        """For each node: the options to run `release` there."""
         self._node_specs: dict[int, object] = {}
         """By node: a spec of a member there."""
         self._address = address
@@ -78,7 +71,7 @@ class RayLauncher(Launcher):
         """The latest of each member. Earlier ones were killed."""
         self._spares: list[_SpareActor] = []
         self._options: dict[Member, dict[str, Any]] = {}
-        """Where the actor of each member of a group runs."""
+        """Options with the node of each grouped member's actor."""
         self._elsewhere: dict[str, Any] = {}
         """Where the others run."""
         self._watchers: list[threading.Thread] = []
@@ -95,7 +88,7 @@ class RayLauncher(Launcher):
             raise RuntimeError(f"Ray does not start: {error}") from error
 
     def _init_ray(self) -> None:
-        """Start Ray or reach it. It gives its own processes 30 s, too few on a busy machine."""
+        """Ray's own limit of 30 s for processes is too short on a busy machine."""
         import ray
 
         for number in range(_TRIES):
@@ -191,7 +184,6 @@ class RayLauncher(Launcher):
         return spare
 
     def _watch_spare(self, spare: _SpareActor, spec: object, ended: SpareEnded) -> None:
-        """Let it prepare, and then ask now and then whether it lives, until it has a seat."""
         import ray
 
         try:
@@ -220,10 +212,7 @@ class RayLauncher(Launcher):
             self._exited(member, number, "its actor left")
 
     def _place(self, nodes: NodeGroups) -> dict[Member, dict[str, Any]]:
-        """Wait until Ray has room for all members of a group; return each one's options.
-
-        Resources are reserved as one bundle for each node.
-        """
+        """Reserve one bundle of resources for each node; return each member's options."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -310,7 +299,7 @@ class RayLauncher(Launcher):
 
 
 def _quantities(resources: Mapping[str, float]) -> str:
-    """`2 CPU, 1 GPU`; of Ray's own names only those that one asks for."""
+    """Format as `2 CPU, 1 GPU`, without most of Ray's own names."""
     asked = {name: number for name, number in resources.items() if name in ("CPU", "GPU")}
     return ", ".join(f"{number:g} {name}" for name, number in sorted(asked.items())) or "no CPU"
 

@@ -1,11 +1,6 @@
-"""What the cluster page and `nanocp top` show: where each request is, and its timeline so far.
+"""The data of the cluster page and `nanocp top`: where each request is, and its timeline.
 
-Enters: every call of the scheduler with its events and answer, on the controller's thread; requests
-for a snapshot, on any other. Leaves: a JSON text of bounded size. Does not know: HTTP, pages,
-tokens.
-
-While snapshots are requested, the controller's thread publishes an immutable value now and then. No
-other thread reads the scheduler.
+The controller's thread publishes immutable snapshots on request.
 """
 
 from __future__ import annotations
@@ -33,12 +28,11 @@ from nanocp.values.plan import PAGE_SIZE, Finished, InstanceLoad, Plan, WindowDo
 _PERIOD_S = 0.5
 """Time between two snapshots, and between two points of the curves."""
 _LOOK_S = 3.0
-"""Snapshots are made for this time after one was requested."""
+"""Snapshots are made for this time after a request for one."""
 _ANSWER_S = 2.0
 """Longest wait for a snapshot to be made."""
 _MAX_REQUESTS = 256
-"""Placed requests shown, those with the most pages first. The pages of all others are one number
-for each instance."""
+"""Placed requests shown, those with the most pages first."""
 _MAX_WAITING = 32
 """Waiting requests shown, the first of the queue first."""
 _MAX_TENANTS = 8
@@ -48,24 +42,22 @@ _NUM_POINTS = 240
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """One request of a snapshot."""
-
     request_id: int
     state: str
     moe_binding: int | None
     num_tokens: int
-    """Tokens of prompt and output, as far as planned."""
+    """Planned tokens of prompt and output."""
     pages_on: tuple[tuple[int, int], ...]
     timeline: Timeline | None
     """None if it is forgotten."""
     promised_on: tuple[tuple[int, int], ...] = ()
-    """(instance, pages of it that hold no KV yet): for coming tokens, or on their way."""
+    """(instance, pages without KV yet), for coming tokens or on their way."""
     parts_s: dict[str, float] | None = None
     """Seconds in each part of an ended request (timelines.Part)."""
 
 
 class TenantLoad(NamedTuple):
-    """What one tenant has in the cluster."""
+    """One tenant's requests and tokens in the cluster."""
 
     tenant: str
     """`Arrival.tenant`; empty for requests without a key and a user."""
@@ -74,15 +66,13 @@ class TenantLoad(NamedTuple):
     queued: int
     """Requests in the waiting queue."""
     kv_tokens: int
-    """Tokens that its frames have room for."""
+    """Tokens that fit its frames."""
     served_tokens: int
-    """The virtual token counter, by which tenants are ordered."""
+    """Virtual token counter, by which tenants are ordered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The cluster at one moment."""
-
     at_us: int
     num_running: int
     num_prefilling: int
@@ -90,13 +80,13 @@ class _Snapshot:
     loads: tuple[InstanceLoad, ...]
     attention_rows: tuple[int, ...]
     other_pages: tuple[int, ...]
-    """Pages of requests that are not shown, on each instance."""
+    """Pages of hidden requests, on each instance."""
     reports: tuple[WindowDone | None, ...]
     requests: tuple[_Shown, ...]
     waiting: tuple[_Shown, ...]
     ended: tuple[_Shown, ...]
     tenants: tuple[TenantLoad, ...]
-    """Those with most requests, the most first."""
+    """Tenants with most requests, the most first."""
     curves: tuple[tuple[float | None, float], ...]
     """(ms from token to token, tokens a second), the oldest first."""
     stages: list[dict[str, Any]]
@@ -104,11 +94,7 @@ class _Snapshot:
 
 
 class ClusterView:
-    """The state of the cluster for people.
-
-    `planned` and `publish_for_ever` belong to the controller's thread, `snapshot_json` to all
-    others.
-    """
+    """The state of the cluster for people. Other threads may only call `snapshot_json`."""
 
     def __init__(
         self,
@@ -118,10 +104,9 @@ class ClusterView:
         engines: Callable[[], list[dict[str, Any]]] = list,
         recovery: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """inter_token_sums: (tokens, seconds between them) that clients got since the start.
+        """inter_token_sums: (tokens, seconds between them) of clients since the start.
 
-        engines: what the prefill's engines do; see EngineMetrics.rows.
-        recovery: terms and losses; see RecoveryMetrics.row.
+        engines: see EngineMetrics.rows. recovery: see RecoveryMetrics.row.
         """
         self._engines, self._recovery = engines, recovery
         self._cluster, self._policy = cluster, policy
@@ -157,7 +142,7 @@ class ClusterView:
     ) -> None:
         """Add to the curves, and publish a snapshot while they are requested.
 
-        stages: what the stages of a pipeline do.
+        stages: of a pipeline.
         """
         last_s, last_tokens, (last_intervals, last_sum_s) = time.monotonic(), 0, (0, 0.0)
         load_log = LoadLog(last_s)
@@ -240,7 +225,7 @@ class ClusterView:
     # --- any other thread ---
 
     def snapshot_json(self) -> bytes:
-        """The latest snapshot as JSON; waits a bounded time for one if the latest is old.
+        """Return the latest snapshot as JSON, after a bounded wait for a new one.
 
         Raises TimeoutError.
         """
@@ -255,14 +240,11 @@ class ClusterView:
         return json.dumps(self._as_dict(snapshot), separators=(",", ":")).encode()
 
     def numbers_of(self, name: str) -> list[int]:
-        """The numbers of the latest requests of this name."""
+        """Return the numbers of the latest requests of this name."""
         return [each.timeline.arrival.request_id for each in self._timelines.find(name, 0)]
 
     def requests_json(self, name: str) -> bytes | None:
-        """Why the requests of this name took as long as they did, as JSON; None if none is known.
-
-        A name is the cluster's number or the client's id.
-        """
+        """Explain the time of requests of this name or number as JSON; None if none is known."""
         now_us = time.monotonic_ns() // 1000
         wall_us = time.time_ns() // 1000 - now_us
         found = self._timelines.find(name, now_us)
@@ -315,7 +297,7 @@ class ClusterView:
 
 
 def tenant_loads(scheduler: ObservedScheduler) -> tuple[TenantLoad, ...]:
-    """The tenants with most placed and queued requests; at most 8, the most first."""
+    """Return at most 8 tenants, those with most requests first."""
     state, queue = scheduler.decided
     placed: Counter[str] = Counter()
     pages: Counter[str] = Counter()
@@ -337,7 +319,7 @@ def tenant_loads(scheduler: ObservedScheduler) -> tuple[TenantLoad, ...]:
 
 
 def _promised_on(request: Request, step: int) -> tuple[tuple[int, int], ...]:
-    """(instance, pages of the request that hold no KV at this step), in order of the instances."""
+    """Return (instance, pages without KV at this step), by instance."""
     is_coming = request.state is TRANSFERRING
     written = request.num_shared if is_coming else num_pages(request.position_at(step) + 1)
     promised: dict[int, int] = {}

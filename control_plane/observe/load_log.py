@@ -1,8 +1,4 @@
-"""A line of the log with the cluster's load, now and then, while there is something to do.
-
-Enters: the scheduler's state and the number of tokens so far, twice a second. Leaves: records of
-the logger. Does not know: formats of lines, clients.
-"""
+"""A line of the log with the cluster's load, now and then."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ PERIOD_S = 10.0
 
 
 def num_prefilling(scheduler: ObservedScheduler) -> int:
-    """Requests that are placed and whose KV is not there yet. Visits every placed request."""
+    """Count placed requests without their KV. Visits every placed request."""
     requests = scheduler.decided[0].requests.values()
     return sum(request.state is State.TRANSFERRING for request in requests)
 
@@ -32,10 +28,7 @@ class LoadLog:
         self._last_tokens = 0
 
     def tick(self, now_s: float, scheduler: ObservedScheduler, num_tokens: int) -> None:
-        """Log the load if the period is over and requests are open, or were since the last line.
-
-        num_tokens: generated since the start.
-        """
+        """Log the load once a period while requests are open."""
         lasted_s = now_s - self._last_s
         if lasted_s < PERIOD_S:
             return

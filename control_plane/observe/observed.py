@@ -1,7 +1,4 @@
-"""What metrics and views read of a scheduler: a protocol.
-
-Enters: nothing. Leaves: a protocol. Does not know: which scheduler it is.
-"""
+"""The view of a scheduler that metrics and pages read."""
 
 from __future__ import annotations
 
@@ -26,27 +23,27 @@ class ObservedScheduler(Protocol):
         """The placed requests with their loads, and the waiting ones."""
 
     def loads(self) -> tuple[InstanceLoad, ...]:
-        """What is decided for each instance; a pipeline is one instance."""
+        """Return the decided load of each instance; a pipeline is one instance."""
 
     @property
     def noted(self) -> Mapping[int, str]:
-        """Why waiting requests were not placed in the latest call."""
+        """The reasons why requests were not placed in the latest call."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the waiting queue."""
+        """The number of requests in the waiting queue."""
 
     @property
     def num_held(self) -> int:
-        """Placed requests that wait for their next attempt."""
+        """The number of placed requests that wait for their next attempt."""
 
     @property
     def num_running(self) -> int:
-        """Requests that are placed and have not ended."""
+        """The number of placed requests that have not ended."""
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When to call the scheduler again at the latest."""
+        """The latest time for the next call of the scheduler."""
 
     @property
     def newest_ticket(self) -> int:

@@ -1,10 +1,4 @@
-"""What a front end reports of its requests.
-
-Enters: nothing. Leaves: one call for each thing that happens to a request. Does not know: metrics,
-their names.
-
-Durations are measured by the front end, so that an observer keeps no state.
-"""
+"""The interface by which a front end reports its requests, with durations, to metrics and logs."""
 
 from __future__ import annotations
 
@@ -38,46 +32,45 @@ class EndedRequest:
     tenant: str = ""
     """Whose request it is; empty if nobody says."""
     moe_binding: int | None = None
-    """The latest MoE binding; None if it was never placed."""
+    """None if it was never placed."""
     cp_degree: int | None = None
-    """The latest CP degree; None if it was never placed."""
+    """None if it was never placed."""
     num_attempts: int = 1
     """Submissions to the scheduler: more than one after a preemption or a loss."""
     message: str = ""
-    """Why it ended, if that was not by its last token."""
+    """Reason for an end before its last token."""
     traceparent: str = ""
     """The W3C header that the client sent; empty without one."""
 
 
 PAUSES = ("term", "controller", "preempted", "tokens_lost")
-"""What may pause a stream until its request has begun another attempt: the end of a term after a
-loss, another controller, a preemption, tokens that were lost on their way to the front end."""
+"""Causes of a pause until the request's next attempt: term, controller, preemption, lost tokens."""
 
 
 class Observer(Protocol):
     """Called from the front end's thread. Calls must not block or raise."""
 
     def on_request(self, num_choices: int) -> None:
-        """A client sent a valid request for this number of choices; each becomes a request."""
+        """Record a client's valid request; each of its choices becomes a request."""
 
     def on_submitted(self, prompt_len: int) -> None:
-        """A valid request was submitted to the controller."""
+        """Record that a valid request was submitted to the controller."""
 
     def on_first_token(self, ttft_s: float) -> None:
-        """The first token of a request came, this time after its arrival."""
+        """Record a request's first token, this time after its arrival."""
 
     def on_token(self, interval_s: float, paused_by: str = "") -> None:
-        """Another token of a request came, this time after the one before.
+        """Record another token of a request, this time after the last one.
 
-        Tokens of one message share their time. paused_by: one of PAUSES if the request has begun
-        another attempt since the one before, else empty.
+        Tokens of one message share their time. paused_by: one of PAUSES after another attempt, else
+        empty.
         """
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """A submitted request ended."""
+        """Record that a submitted request ended."""
 
     def on_request_over(self, longest: int) -> None:
-        """A client's request is over; its longest choice has this number of tokens."""
+        """Record that a client's request is over, with its longest choice's tokens."""
 
     def http_responded(self, endpoint: str, method: str, status: int) -> None:
-        """An HTTP response began."""
+        """Record that an HTTP response began."""

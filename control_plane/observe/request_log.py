@@ -1,8 +1,4 @@
-"""A line of the log for each request that ends, and for each that is refused.
-
-Enters: requests as front ends observed them. Leaves: records of the logger. Does not know: formats
-of lines, metrics.
-"""
+"""A line of the log for each request that ends or is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ logger = logging.getLogger("nanocp.requests")
 
 
 def log_ended(reason: FinishReason, request: EndedRequest) -> None:
-    """Log how a submitted request ended: one line for each choice."""
+    """Log the end of a submitted request: one line for each choice."""
     is_fault = reason in (FinishReason.FAILED, FinishReason.FATAL)
     level = logging.WARNING if is_fault else logging.INFO
     logger.log(
@@ -43,7 +39,7 @@ def log_ended(reason: FinishReason, request: EndedRequest) -> None:
 
 
 def log_refused(client_id: str, endpoint: str, reason: FinishReason, message: str) -> None:
-    """Log a request that was refused before it was submitted; to be draining is no failure."""
+    """Log a request refused before it was submitted."""
     shown = FinishReason.REFUSED if reason is FinishReason.FAILED else reason
     logger.info(
         "request refused",

@@ -1,8 +1,4 @@
-"""A request as JSON values, for `nanocp why`: how long each part took, and what happened.
-
-Enters: a request as Timelines found it. Leaves: values that JSON can write. Does not know: HTTP,
-terminals.
-"""
+"""A request as JSON values, for `nanocp why`."""
 
 from __future__ import annotations
 
@@ -14,7 +10,10 @@ from nanocp.values.plan import Ended, Finished
 
 
 def request_values(found: Found, wall_us: int) -> dict[str, Any]:
-    """The request's values. wall_us: Unix time at the controller's time 0, us; 0: unknown."""
+    """Return the request's values.
+
+    wall_us: Unix time at the controller's time 0, us; 0: unknown.
+    """
     timeline, account, part, placement = found
     arrival, moments = timeline.arrival, timeline.moments
     first_us = moments[0].at_us

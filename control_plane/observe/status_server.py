@@ -1,10 +1,6 @@
-"""The status port: /metrics for Prometheus and /cluster for people, in threads of its own.
+"""The status port: /metrics for Prometheus and /cluster for people, in its own threads.
 
-Enters: a registry, the cluster's view, who the operators are. Leaves: HTTP. Does not know: what
-metrics mean, what a snapshot holds, keys.
-
-The page and its data are functions of their own, so that the HTTP API can answer with them too. The
-page holds no data and needs no key: it asks for one and sends it with each request for data.
+The page asks for a key, and sends it with requests for data.
 """
 
 from __future__ import annotations
@@ -29,38 +25,38 @@ logger = logging.getLogger(__name__)
 SnapshotJson = Callable[[], bytes]
 """Makes a snapshot. Raises TimeoutError, with a sentence, if there is none."""
 RequestsJson = Callable[[str], bytes | None]
-"""Why requests of a name took as long as they did; None if none is known."""
+"""Explains the time of requests of a name; None if none is known."""
 Change = Callable[[bytes | None, str], bytes]
-"""Answers for /cluster/seats and others: how it is now, or, for a body, once it is so.
+"""Answers for /cluster/seats and others: the present state, or, for a body, the changed one.
 
-The second argument says who asks, for the log. Raises ValueError, with a sentence, if it cannot be,
+The second argument names the operator. Raises ValueError, with a sentence, if it is impossible,
 RuntimeError if the change failed.
 """
 
 
 class Operators(Protocol):
-    """Who may see and change the cluster, by the Authorization header that they send."""
+    """Checks who may see and change the cluster, by the Authorization header."""
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether metrics and the cluster's data may be read."""
+        """Return whether metrics and the cluster's data may be read."""
 
     def who(self, authorization: str | None) -> str | None:
-        """Name the operator who may change the cluster; None if it is none."""
+        """Return the name of the operator who may change the cluster; None for others."""
 
 
 DATA_PATHS = ("/metrics", "/cluster/snapshot.json")
-"""Paths with data of the service. All else at the status port is the same for every service."""
+"""Paths with data of the service."""
 REQUESTS_PATH = "/cluster/requests.json"
-"""Data too, at the status port only, with `?name=`: what `nanocp why` reads."""
+"""Data for `nanocp why`, with `?name=`; at the status port only."""
 
 SEATS_PATH = "/cluster/seats"
-"""The seats of the cluster: GET says them, POST changes them. At the status port only."""
+"""For GET and POST, at the status port only."""
 LAYOUT_PATH = "/cluster/layout"
-"""The layers of a pipeline's stages: GET says them, POST changes them. At the status port only."""
+"""Stages' layers, for GET and POST, at the status port only."""
 ABORT_PATH = "/cluster/abort"
-"""POST ends a request. At the status port only, as the next."""
+"""For POST, at the status port only."""
 CONFIG_PATH = "/cluster/config"
-"""The running configuration: GET says it, POST changes the level of the log."""
+"""For GET; POST changes the log's level. At the status port only."""
 _MAX_BODY_BYTES = 1 << 16
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -78,21 +74,21 @@ _SOCKET_TIMEOUT_S = 30.0
 
 
 def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page at /metrics, always in Prometheus' text format (METRICS_CONTENT_TYPE).
+    """Return the page at /metrics, always in Prometheus' text format (METRICS_CONTENT_TYPE).
 
-    prometheus_client 0.26 writes the colon of `nanocp:` as an underscore in the samples of the
-    other format (OpenMetrics, which Prometheus asks for first). Dashboards would not find them.
+    In OpenMetrics prometheus_client 0.26 writes the colon of `nanocp:` as an underscore, and
+    dashboards would not find such names.
     """
     return generate_latest(registry)
 
 
 def cluster_page() -> bytes:
-    """The page at /cluster: HTML in UTF-8, without its data (/cluster/snapshot.json)."""
+    """Return the page at /cluster: HTML in UTF-8, without its data (/cluster/snapshot.json)."""
     return files("control_plane.observe").joinpath("cluster_page.html").read_bytes()
 
 
 def start_page() -> bytes:
-    """The page at / of the HTTP API: HTML in UTF-8, with links."""
+    """Return the page at / of the HTTP API: HTML in UTF-8, with links."""
     return files("control_plane.observe").joinpath("start_page.html").read_bytes()
 
 
@@ -107,7 +103,7 @@ class StatusServer:
         requests_json: RequestsJson = lambda name: None,
         changes: Mapping[str, Change] = MappingProxyType({}),
     ) -> None:
-        """Set what is answered. changes: what answers for SEATS_PATH and others."""
+        """changes: the answers for SEATS_PATH and others."""
         self._changes = changes
         self._requests_json = requests_json
         self._registry = registry
@@ -117,7 +113,7 @@ class StatusServer:
         self._server: WSGIServer | None = None
 
     def serve(self, host: str, port: int) -> int:
-        """Bind, and answer in a thread; returns the port. Raises OSError naming the port."""
+        """Bind, and answer in a thread; return the port. Raises OSError naming the port."""
         try:
             self._server = make_server(
                 host, port, self._answer, _Server6 if ":" in host else _Server, _Handler
@@ -232,7 +228,7 @@ def _say(
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Each connection has a thread. Of those that have asked nothing yet the oldest is closed."""
+    """Gives each connection a thread, and closes the oldest of too many silent ones."""
 
     daemon_threads = True
 
@@ -255,7 +251,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failure; a client that has gone away is none."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             logger.exception("a request to the status port failed")
 

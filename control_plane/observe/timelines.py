@@ -1,10 +1,6 @@
-"""Timelines: what has happened to each request since it arrived, and how long each part took.
+"""Timelines: the events of each request since it arrived, and the time of each part.
 
-Enters: every call of the scheduler with its events and answer. Leaves: the latest requests'
-timelines, as values and as sentences. Does not know: HTTP, pages, tokens.
-
-Written from the controller's thread only. `find` may be called from any thread: it copies what it
-reads in single steps of the interpreter.
+Only `find` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from nanocp.values.plan import (
 _MAX_TIMELINES = 4096
 """Requests whose timeline is kept, some 2 KB each; the oldest is forgotten first."""
 _MAX_MOMENTS = 24
-"""Most moments of one timeline. Of more, the first and the latest are kept."""
+"""Most moments of one timeline; the first and the latest are kept."""
 NOTHING_NOTED: Mapping[int, str] = MappingProxyType({})
 _MAX_ENDED = 16
 """Requests that ended last."""
@@ -47,10 +43,10 @@ class Started(NamedTuple):
 
 
 class Part(Enum):
-    """What a request waits for or does; its time is the sum of these."""
+    """The phases of a request, which add up to its time."""
 
     QUEUE = "queue"
-    """It waits to be placed."""
+    """The request waits to be placed."""
     PREFILL = "prefill"
     """It is placed, and its KV is not there yet."""
     START = "start"
@@ -65,7 +61,7 @@ QUEUE, PREFILL, START, DECODE, AWAY = Part
 
 
 class Moment(NamedTuple):
-    """One thing that happened to a request."""
+    """One event of a request."""
 
     at_us: int
     """The controller's time."""
@@ -81,15 +77,15 @@ class Timeline(NamedTuple):
     num_frames: int
     """Frames that an instance has."""
     obstacle: str
-    """Why it is not placed; empty unless it waits."""
+    """Reason for its wait to be placed, else empty."""
 
 
 @dataclass(slots=True)
 class Account:
-    """How long each part of a request took, and what happened to it how often."""
+    """The time of each part of a request, and counts of its events."""
 
     parts_us: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
-    """Time in each part, us, until the latest moment."""
+    """Time in each part until the latest moment, us."""
     num_queued_before: int = 0
     """Requests in the queue when it arrived."""
     num_prefilling_before: int = 0
@@ -101,14 +97,14 @@ class Account:
     num_moves: int = 0
     num_rebindings: int = 0
     obstacle: str = ""
-    """What kept it from being placed when it was tried last; empty if nothing did."""
+    """Obstacle of the latest try to place it; empty if there was none."""
     num_preemptions: int = 0
     num_resubmissions: int = 0
     """Attempts after a loss."""
 
 
 class Found(NamedTuple):
-    """A request that was asked for, at one moment."""
+    """A found request, at one moment."""
 
     timeline: Timeline
     account: Account
@@ -119,8 +115,6 @@ class Found(NamedTuple):
 
 
 class _Growing:
-    """A timeline to which moments are added."""
-
     def __init__(self, arrival: Arrival, now_us: int, num_frames: int) -> None:
         self.arrival = arrival
         self.num_frames = num_frames
@@ -134,19 +128,17 @@ class _Growing:
         """The cluster's windows and their steps (us) when its row began to run."""
 
     def add(self, now_us: int, what: Any) -> None:
-        """Add a moment. If there are too many, the one in the middle is forgotten."""
+        """Forget the moment in the middle if there are too many."""
         if len(self.moments) >= _MAX_MOMENTS:
             del self.moments[_MAX_MOMENTS // 2]
         self.moments.append(Moment(now_us, what))
 
     @property
     def timeline(self) -> Timeline:
-        """The request so far."""
         obstacle = self.account.obstacle if self.part is QUEUE else ""
         return Timeline(self.arrival, tuple(self.moments), self.num_frames, obstacle)
 
     def found(self, now_us: int, steps: tuple[int, int]) -> Found:
-        """The request as it is now. `steps`: see goes_on."""
         part = self.part
         account = replace(self.account, parts_us=dict(self.account.parts_us))
         if part is not None:
@@ -157,7 +149,7 @@ class _Growing:
         return Found(self.timeline, account, part, self.placement)
 
     def goes_on(self, now_us: int, part: Part | None, steps: tuple[int, int]) -> None:
-        """Another part begins. `steps`: the cluster's windows and their steps so far."""
+        """steps: the cluster's windows and their steps so far."""
         if self.part is None:
             return
         self.account = self.found(now_us, steps).account
@@ -169,11 +161,7 @@ class Timelines:
     """The timelines of the latest requests."""
 
     def __init__(self, num_frames: int, most: int = _MAX_TIMELINES) -> None:
-        """Keep nothing yet.
-
-        num_frames: of an instance. most: requests whose timeline is kept; the oldest is forgotten
-        first.
-        """
+        """num_frames: of an instance. most: requests to keep; the oldest is forgotten first."""
         self._num_frames = num_frames
         self._most = most
         self._timelines: dict[int, _Growing] = {}
@@ -187,20 +175,20 @@ class Timelines:
         """Transfers under way by ticket, with the instances that wait for pages."""
 
     def of(self, request_id: int) -> Timeline | None:
-        """The request's timeline so far; None if it is forgotten."""
+        """Return the request's timeline so far; None if it is forgotten."""
         growing = self._timelines.get(request_id)
         return None if growing is None else growing.timeline
 
     def parts_s(self, request_id: int) -> dict[str, float]:
-        """Seconds of each part of an ended request, by its name; empty if it is forgotten."""
+        """Return the seconds of each part of an ended request, unless forgotten."""
         growing = self._timelines.get(request_id)
         parts_us = growing.account.parts_us if growing else {}
         return {part.value: round(us / 1e6, 6) for part, us in parts_us.items()}
 
     def find(self, name: str, now_us: int) -> list[Found]:
-        """Requests of this name (Arrival.names) until now; from any thread.
+        """Return requests of this name (Arrival.names) until now; from any thread.
 
-        There are several if they are choices of one request, or the client used a name again.
+        Several may be choices of one request, or reuse the name.
         """
         return [
             growing.found(now_us, self._steps)
@@ -209,7 +197,7 @@ class Timelines:
         ]
 
     def latest_ended(self) -> Iterator[int]:
-        """The requests that ended last, the latest first."""
+        """Yield the latest ended requests, the latest first."""
         return reversed(self._ended)
 
     def planned(
@@ -301,7 +289,6 @@ class Timelines:
                 growing.add(now_us, transfer)
 
     def _add(self, now_us: int, request_id: int, what: Any, part: Part | None) -> None:
-        """Add a moment, at which the part begins."""
         if growing := self._timelines.get(request_id):
             growing.add(now_us, what)
             self._goes_on(now_us, growing, part)
@@ -325,7 +312,7 @@ class Timelines:
 
 
 def sentences(timeline: Timeline) -> list[tuple[str, str]]:
-    """(title, detail) of each moment."""
+    """Return (title, detail) of each moment."""
     shown: list[tuple[str, str]] = []
     before: Placement | None = None
     for _, what in timeline.moments:

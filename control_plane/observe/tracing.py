@@ -1,10 +1,7 @@
-"""OpenTelemetry traces: one span for each request that ends, with its parts as children.
+"""OpenTelemetry traces: one span for each ended request, with its parts as children.
 
-Enters: requests that have ended, their timelines, the client's traceparent. Leaves: spans to a
-collector by OTLP over gRPC, in the background. Does not know: the scheduler, tokens.
-
-Spans are made when a request has ended, from times that are there already. Nothing is imported and
-nothing runs unless service.otlp_traces_endpoint is set.
+Spans go to a collector by OTLP over gRPC, in the background, only with
+service.otlp_traces_endpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _EXPORT_TIMEOUT_S = 5.0
-"""Longest that one export may take, and that the last one may hold up the end of the service."""
+"""Longest time of one export; the last one may delay the end of the service so long."""
 _FINE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORTED)
 
 TimelineOf = Callable[[int], Timeline | None]
@@ -31,7 +28,10 @@ TimelineOf = Callable[[int], Timeline | None]
 
 
 class Tracing:
-    """Spans to one collector. Methods may be called from any thread and never block, but `stop`."""
+    """Spans to one collector.
+
+    Methods may be called from any thread and never block, except `stop`.
+    """
 
     def __init__(self, endpoint: str, timeline_of: TimelineOf) -> None:
         """endpoint: http://host:port, or https. Raises ValueError without the packages."""
@@ -87,7 +87,7 @@ class Tracing:
         span.end(_unix_ns(end_s))
 
     def stop(self) -> None:
-        """Export what is left, for a few seconds at most."""
+        """Export the rest, for a few seconds at most."""
         self._provider.force_flush(int(1000 * _EXPORT_TIMEOUT_S))
         self._provider.shutdown()
 
@@ -122,7 +122,7 @@ class Tracing:
 
 
 class TracedObserver:
-    """An Observer that also lets every ended request become a span."""
+    """An Observer that also makes a span of every ended request."""
 
     def __init__(self, observer: Observer, tracing: Tracing) -> None:
         self._observer, self._tracing = observer, tracing
@@ -134,13 +134,13 @@ class TracedObserver:
         self.http_responded = observer.http_responded
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """A request ended; it becomes a span too."""
+        """Record an ended request, and make its span."""
         self._observer.on_finished(reason, times)
         self._tracing.ended(reason, times)
 
 
 def _attributes(reason: FinishReason, request: EndedRequest) -> dict[str, Any]:
-    """Attributes of a request's span: vLLM's names, where vLLM has them."""
+    """Use vLLM's names, where vLLM has them."""
     first_s = None
     if request.queue_s is not None and request.prefill_s is not None:
         first_s = request.queue_s + request.prefill_s
@@ -163,5 +163,4 @@ def _attributes(reason: FinishReason, request: EndedRequest) -> dict[str, Any]:
 
 
 def _unix_ns(monotonic_s: float) -> int:
-    """Unix time, ns, of a moment of time.monotonic."""
     return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)

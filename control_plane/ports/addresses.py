@@ -1,8 +1,4 @@
-"""Addresses at which members and clients reach this machine.
-
-Enters: the service's configuration. Leaves: a host, and host:port. Does not know: what listens
-there.
-"""
+"""Addresses at which members and clients reach this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +13,10 @@ _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def advertised_host(service: ServiceConfig) -> str:
-    """The host that other machines dial: service.advertised_host, else service.host.
+    """Return the host that other machines dial: service.advertised_host, else service.host.
 
-    If service.host is every interface, it is the address of the default route. It is not what the
-    machine's own name resolves to: on Debian that is a loopback address.
+    Every interface becomes the address of the default route. The machine's own name may be a
+    loopback address, as on Debian.
     """
     if service.advertised_host or service.host not in _EVERY_INTERFACE:
         return service.advertised_host or service.host
@@ -34,7 +30,7 @@ def advertised_host(service: ServiceConfig) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server at this host."""
+    """Return whether only this machine reaches a server at this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -42,5 +38,5 @@ def is_loopback(host: str) -> bool:
 
 
 def join(host: str, port: int) -> str:
-    """The address host:port, or [host]:port for IPv6."""
+    """Return host:port, or [host]:port for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,10 +1,6 @@
 """The interface between a front end and the controller: two protocols and a value.
 
-Enters: what the front end submits. Leaves: what the scheduler decided about it. Does not know:
-clients, streams, plans.
-
-The two sides are threads of one process, or processes (remote/). Each queues what the other calls,
-and returns at once.
+They are threads or processes (remote/). Each queues the other's calls, and returns at once.
 """
 
 from __future__ import annotations
@@ -18,30 +14,27 @@ from nanocp.values.plan import Arrival, Ended, Placement, Preempted
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request on its way into the waiting queue, or a later attempt of one."""
+    """A validated request on its way into the waiting queue."""
 
     arrival: Arrival
-    """What the scheduler gets, without what the controller adds. The front end counts ids, in the
-    order of submission; every attempt keeps its own."""
+    """The scheduler's part. Ids are numbered by the front end; every attempt keeps its own."""
     prompt_ids: Sequence[int]
-    """Prompt for the prefill; the scheduler sees only its length. Output of earlier attempts is
-    part of it."""
+    """Prompt for the prefill, with output of earlier attempts; the scheduler only sees its
+    length."""
     queue_timeout_us: int | None = None
-    """The request ends with EXPIRED if it is not placed within this time. None: it waits without
-    limit."""
+    """The request ends with EXPIRED if it is not placed within this time; None: no limit."""
     front_end: str = ""
     """host:port that gets the log probabilities of the prompt."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
-    the prompt."""
+    """Most likely tokens beside each prompt token; None: no log probabilities of the prompt."""
 
     @property
     def request_id(self) -> int:
-        """That of its arrival."""
+        """The id of its arrival."""
         return self.arrival.request_id
 
     def event(self, now_us: int) -> Arrival:
-        """What it becomes for the scheduler when the controller takes it."""
+        """Return the scheduler's event, at the time when the controller takes it."""
         waits_us = self.queue_timeout_us
         return replace(
             self.arrival,
@@ -51,45 +44,42 @@ class Submission:
 
 
 class ControllerInterface(Protocol):
-    """The controller, as the front end sees it.
-
-    Every call comes from the front end's thread and never blocks.
-    """
+    """The controller, as the front end sees it; no call blocks."""
 
     def submit(self, submission: Submission) -> None:
         """Queue the request. Never raises: a refusal is an `Ended`."""
 
     def resubmitted(self) -> None:
-        """Every open request of this front end has been submitted again (`interrupted`)."""
+        """Record that this front end has submitted all open requests again (`interrupted`)."""
 
     def abort(self, request_id: int) -> None:
-        """The client wants the request to end. Unknown and ended ids are ignored."""
+        """End the request for the client. Unknown and ended ids are ignored."""
 
 
 class ControllerEvents(Protocol):
     """The front end, as the controller sees it.
 
     Calls may come from any thread and never block. Unknown ids are ignored: a request may have
-    ended meanwhile.
+    ended.
     """
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """The request was placed, or its placement changed.
+        """Take the request's placement.
 
-        num_cached: tokens of the prompt whose KV was in the cluster, when it is placed first.
+        num_cached: cached tokens of the prompt, at the first placement.
         """
 
     def preempted(self, preempted: Preempted) -> None:
-        """Submit the request again, once all tokens that it has generated are here."""
+        """Submit the request again, once all its generated tokens are here."""
 
     def interrupted(self) -> int:
-        """A term ended, and the next has begun: every open request must be submitted again.
+        """Submit every open request again: a term ended, and the next has begun.
 
-        Returns how often `resubmitted` will be called for it: once by each front end.
+        Returns the number of front ends that will call `resubmitted`.
         """
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """Tokens of the request were lost on their way; the sentence says where and why."""
+        """Take note of lost tokens; the sentence says where and why."""
 
     def ended(self, ended: Ended) -> None:
-        """The scheduler ended the request."""
+        """Take the end of a request from the scheduler."""

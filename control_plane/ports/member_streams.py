@@ -1,9 +1,4 @@
-"""The controller's gRPC service: one stream for each instance or node, and one for the prefill.
-
-Enters: messages of members. Leaves: what they say, in order, to a `MemberListener`; messages down
-through each `MemberStream`. Does not know: windows, requests, what is said beyond hello, loading
-and failure.
-"""
+"""The controller's gRPC service: one stream for each instance or node, and one for the prefill."""
 
 from __future__ import annotations
 
@@ -36,11 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_MESSAGES = 16_384
-"""Messages down that a member may leave unread: two plans, and a ticket and a fence for every
-request it can hold."""
+"""Messages that a member may leave unread: two plans, and a ticket and a fence for each request."""
 
 _LEAVING_POLL_S = 0.5
-"""A node without instances notices after this long that the cluster leaves."""
+"""Longest time until a node without instances notices that the cluster leaves."""
 
 _SILENT_TICKS = 6
 """Ticks without a message after which the stream of a node is lost."""
@@ -59,14 +53,11 @@ class MemberStream:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     def send(self, message: Envelope) -> bool:
-        """Queue a message.
-
-        False if it was dropped: the stream is closed, or the member left too much unread.
-        """
+        """Queue a message; False if the stream is closed, or the member left too much unread."""
         if self._closed or self._messages.qsize() >= self.max_messages:
             return False
         self._messages.put_nowait(message)
@@ -74,46 +65,50 @@ class MemberStream:
         return True
 
     def close(self) -> None:
-        """End the stream after what is queued. Idempotent."""
+        """End the stream after all queued messages. Idempotent."""
         if not self._closed:
             self._closed = True
             self._messages.put_nowait(None)
             self.is_filled()
 
     async def messages(self) -> AsyncIterator[Envelope]:
-        """What is sent down, until close."""
+        """Yield the messages down, until close."""
         while (message := await self._messages.get()) is not None:
             yield message
 
     def take(self) -> list[Envelope | None]:
-        """What was sent down and is queued; None stands for the end. It does not wait."""
+        """Return the queued messages without a wait; None stands for the end."""
         return [self._messages.get_nowait() for _ in range(self._messages.qsize())]
 
 
 class MemberListener(Protocol):
-    """What takes the members' messages. Called from the event loop."""
+    """Takes the members' messages. Called from the event loop."""
 
     @property
     def leaving(self) -> str | None:
-        """Why every member is asked to leave; None until then."""
+        """The reason for asking every member to leave; None until then."""
 
     def attach(self, member: Member, hello: Hello | None) -> MemberStream:
-        """A member dialled. hello: of an instance. Raises ValueError if it has no place."""
+        """Attach a member that dialled.
+
+        hello: of an instance. Raises ValueError if it has no place.
+        """
 
     def loading(self, member: Member, percent: int) -> None:
-        """A member that has yet to say hello has loaded this percentage of its weights."""
+        """Record the share of its weights that a member has loaded before its hello."""
 
     def received(self, member: Member, said: Said, term: int) -> None:
-        """Take what a member says after hello, of this term.
+        """Take a member's message after hello, of this term.
 
         Raises ValueError if the member cannot have meant it: the stream then ends.
         """
 
     def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
-        """The member said that it cannot go on, or its stream broke: once for a stream.
+        """Record that the member cannot continue, or its stream broke: once for a stream.
 
-        member: None if it never said hello. The message names the member. says_why: False where
-        how the member's process ends may say more."""
+        member: None if it never said hello. says_why: False where the end of the process may say
+        more.
+        """
 
 
 async def serve_members(
@@ -123,11 +118,10 @@ async def serve_members(
     member_secrets: MemberSecrets,
     node_lost: Callable[[Member], None],
 ) -> tuple[grpc.aio.Server, str]:
-    """Open the controller's port for members: the server, and the host:port to dial.
+    """Open the controller's port for members; return the server, and the host:port to dial.
 
-    silent_s: see MemberServicer. node_lost: called with a node whose stream has ended; it may
-    block, and is called in a thread.
-    Raises OSError, naming the port, if the port cannot be opened.
+    node_lost: called in a thread with a node whose stream has ended; it may block. Raises OSError,
+    naming the port.
     """
     server, address = bind(service, member_secrets, 0)
     servicer = MemberServicer(listener, member_secrets, node_lost, silent_s)
@@ -153,7 +147,7 @@ class MemberServicer:
         self._silent_s = silent_s
 
     def methods(self) -> grpc.GenericRpcHandler:
-        """The methods that members dial. What comes up is opened here, where refusals are said."""
+        """Return the methods that members dial, which decode messages."""
         stream = grpc.stream_stream_rpc_method_handler
         return grpc.method_handlers_generic_handler(
             CONTROLLER,
@@ -184,9 +178,9 @@ class MemberServicer:
                     return
 
     def before_hello(self, member: Member, message: bytes) -> Hello | Failure | None:
-        """Take what an instance says before its stream has a place; hello is for the caller.
+        """Take an instance's message before its stream has a place; hello is for the caller.
 
-        A process that fails before its hello says why; a stream that just ends is no member's.
+        A process that fails before its hello says why.
         """
         try:
             said = opened_said(member, message).message
@@ -216,7 +210,7 @@ class MemberServicer:
         context: Any,
         hello: Hello | None = None,
     ) -> AsyncIterator[Envelope]:
-        """Read in a task of its own, so that neither direction waits for the other."""
+        """Read in a separate task, so that neither direction waits for the other."""
         if caller(context) != str(member):
             sentence = f"{caller(context)} cannot attach as {member}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
@@ -243,7 +237,7 @@ class MemberServicer:
         self.end(stream, f"{stream.member}: its stream ended", says_why=False)
 
     def take(self, stream: MemberStream, message: bytes) -> bool:
-        """Pass a message on that came after hello; False: the stream is over."""
+        """Pass on a message after hello; False: the stream is over."""
         try:
             said, term = opened_said(stream.member, message)
         except ValueError as error:
@@ -262,7 +256,7 @@ class MemberServicer:
         return not stream.closed
 
     def end(self, stream: MemberStream, message: str, says_why: bool = True) -> None:
-        """The stream is over; says_why: whether the message says why. Idempotent."""
+        """End the stream; says_why: the message has the reason. Idempotent."""
         if not stream.closed:
             stream.close()
             self._listener.failed(stream.member, message, says_why)
@@ -284,7 +278,7 @@ class MemberServicer:
 
 
 class _NodeStream:
-    """One node's stream: the streams of its instances, by the number that the node gave them."""
+    """One node's stream: the streams of its instances, by the node's numbers."""
 
     def __init__(
         self, servicer: MemberServicer, listener: MemberListener, member_secrets: MemberSecrets
@@ -295,7 +289,7 @@ class _NodeStream:
         self._members: dict[int, Member] = {}
         """Whose the open streams are."""
         self._streams: dict[int, MemberStream] = {}
-        """Those of them that have said hello."""
+        """Streams that have said hello."""
         self._over: list[int] = []
         """Streams that end before they said hello."""
         self._num_silent_ticks = 0
@@ -303,10 +297,7 @@ class _NodeStream:
         self._wake = asyncio.Event()
 
     async def read(self, requests: AsyncIterator[FromNode], silent_s: float) -> None:
-        """Take what comes up until the stream ends, or is silent for too long.
-
-        Silence is counted in ticks that this process has lived through, as that of members is.
-        """
+        """Silence is counted in ticks that this process has lived through, as for members."""
         reader = asyncio.create_task(self._read(requests))
         try:
             while not reader.done() and self._num_silent_ticks < _SILENT_TICKS:
@@ -327,7 +318,6 @@ class _NodeStream:
             logger.exception("the stream of a node cannot be read")
 
     async def messages(self) -> AsyncIterator[ToNode]:
-        """What goes down: all that is queued for the node's instances, together."""
         while not self._is_broken:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVING_POLL_S):
@@ -345,7 +335,6 @@ class _NodeStream:
                 return
 
     def end(self, message: str) -> None:
-        """No stream of the node goes on."""
         for stream in list(self._streams.values()):
             self._servicer.end(stream, f"{stream.member}: {message}")
 
@@ -393,7 +382,7 @@ class _NodeStream:
 
 
 async def _caller_of_kind(kind: str, context: Any) -> Member:
-    """The member whose call it is; the call ends if it is of another kind."""
+    """End the call if its member is of another kind."""
     member = Member.named(caller(context))
     if member.kind != kind:
         sentence = f"{member} cannot attach as a stream of kind {kind}"
@@ -402,7 +391,7 @@ async def _caller_of_kind(kind: str, context: Any) -> Member:
 
 
 async def _until_it_breaks(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The messages; a connection that is cut in the middle of one ends them as any other end."""
+    """End the messages at a cut connection as at any other end."""
     try:
         async for message in requests:
             yield message

@@ -1,10 +1,6 @@
-"""The ports where members come in, apart from the clients'. Each member has a secret.
+"""The ports for members, apart from the clients'. Each member has a secret.
 
-Enters: a member's name; the metadata of calls. Leaves: its secret; a gRPC server that answers
-members alone. Does not know: what a member says.
-
-Secrets are made anew at each start. They travel in a member's spec and in the metadata of its
-calls, and stand in no log, command line, event log or snapshot.
+Secrets are new at each start, and in no log, command line, event log or snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from nanocp.wire.member_metadata import NAME, SECRET
 REFUSED = "this port is for members of the service, and the call has no valid secret of one"
 
 _MAX_MESSAGE_BYTES = 256 << 20
-"""A full table, or the prompt ids of one request."""
+"""Fits a full table, or the prompt ids of one request."""
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -45,45 +41,41 @@ class MemberSecrets:
         self._watcher: Callable[[str, str], None] = lambda name, secret: None
 
     def issue(self, name: str) -> str:
-        """Make the secret of the member that is called so; an older one is void."""
+        """Make the member's secret; an older one is void."""
         self.take(name, secrets.token_hex(16))
         return self._secrets[name]
 
     def take(self, name: str, secret: str) -> None:
-        """Admit a member by a secret that was made elsewhere; an older one is void."""
+        """Admit a member by another process's secret; an older one is void."""
         self._secrets[name] = secret
         self._watcher(name, secret)
 
     def watch(self, issued: Callable[[str, str], None]) -> None:
-        """Call `issued` with each name and secret from now on, from the thread that issues it."""
+        """Call `issued` with each later name and secret, from the issuing thread."""
         self._watcher = issued
 
     def issued(self) -> dict[str, str]:
-        """The valid secrets, by name."""
+        """Return the valid secrets, by name."""
         return dict(self._secrets)
 
     def admit(self, metadata: Mapping[str, str]) -> bool:
-        """Whether the metadata of a call has a member's name and its secret.
-
-        Takes as long for a nearly right secret as for a wrong one.
-        """
+        """Check a call's member name and secret, in constant time."""
         secret = self._secrets.get(metadata.get(NAME, ""))
         given = metadata.get(SECRET, "").encode()
         return secret is not None and hmac.compare_digest(secret.encode(), given)
 
 
 def caller(context: grpc.aio.ServicerContext) -> str:
-    """The name of the member whose call was admitted, such as `instance 3`."""
+    """Return the name of the calling member, such as `instance 3`."""
     return str(dict(context.invocation_metadata())[NAME])
 
 
 def bind(
     service: ServiceConfig, members: MemberSecrets, number: int
 ) -> tuple[grpc.aio.Server, str]:
-    """A server for members alone, bound but not started, and the host:port that they dial.
+    """Make a server for members alone, bound but not started; return it and its host:port.
 
-    number: of the port, from service.members_port on; any free port if that is 0. Raises OSError,
-    naming the port, if it cannot be bound.
+    number: added to service.members_port, if that is not 0. Raises OSError, naming the port.
     """
     server = grpc.aio.server(interceptors=(_MembersOnly(members),), options=SERVER_OPTIONS)
     port = service.members_port + number if service.members_port else 0
@@ -99,7 +91,7 @@ def add_port(
     settings: str,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
-    """Bind a port, or a free one if it is 0; returns it. Raises OSError, naming the settings."""
+    """Bind a port, or a free one if it is 0; return it. Raises OSError, naming the settings."""
     try:
         if credentials is None:
             return int(server.add_insecure_port(join(host, port)))
@@ -112,8 +104,6 @@ def add_port(
 
 
 class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses every call without a member's secret."""
-
     def __init__(self, members: MemberSecrets) -> None:
         self._members = members
 
@@ -126,7 +116,7 @@ class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def refusal(sentence: str) -> grpc.RpcMethodHandler:
-    """What refuses a call with UNAUTHENTICATED, at once: it does not wait for a message."""
+    """Refuse a call with UNAUTHENTICATED at once, without waiting for a message."""
 
     async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence)

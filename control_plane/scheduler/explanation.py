@@ -1,8 +1,4 @@
-"""Why a request was placed where it is: what the scheduler saw and compared for chosen requests.
-
-Enters: the calls of the scheduler, and what it and its policy decide in them. Leaves: stories. Does
-not know: how a story is shown. It decides nothing: plans are the same with it and without it.
-"""
+"""Explanations of placements: what the scheduler saw and compared for chosen requests."""
 
 from __future__ import annotations
 
@@ -21,13 +17,13 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
 _MAX_REASONS = 16
-"""Most reasons to wait in a row that a story keeps: the first ones and the last."""
+"""Most reasons to wait that a story keeps in a row: the first ones and the last."""
 
 PlanWindow = Callable[[Sequence[Any], int], Plan]
 
 
 class NodeLoad(NamedTuple):
-    """What a node's instances carry together."""
+    """The sum of the loads of a node's instances."""
 
     num_rows: int
     kv_tokens: int
@@ -39,15 +35,15 @@ class Decision:
     """A placement, and the cluster as the policy saw it."""
 
     nodes: tuple[NodeLoad, ...]
-    """Before the request was placed."""
+    """Loads before the request was placed."""
     proposal: Proposal
     pages_on: dict[int, int]
-    """instance -> pages, those promised for coming tokens too."""
+    """Pages by instance, with those promised for coming tokens."""
     explanation: Explanation
 
 
 class Note(NamedTuple):
-    """Something that happened to a request, and why."""
+    """An event of a request, and its reason."""
 
     now_us: int
     text: str
@@ -56,22 +52,22 @@ class Note(NamedTuple):
 
 @dataclass(slots=True)
 class Story:
-    """What happened to one request, in order."""
+    """The events of one request, in order."""
 
     arrival: Arrival
     notes: list[Note] = field(default_factory=list)
     is_waiting: bool = True
     reason: str = ""
-    """What the request waits for, as one word; empty if it does not wait."""
+    """Reason for waiting, as one word; empty if the request does not wait."""
     num_reasons: int = 0
 
     def tell(self, now_us: int, text: str, decision: Decision | None = None) -> None:
-        """Add a note; what the request waited for is over."""
+        """Add a note, and end the wait."""
         self.reason, self.num_reasons = "", 0
         self.notes.append(Note(now_us, text, decision))
 
     def waits(self, now_us: int, reason: str, text: str) -> None:
-        """It could not be placed, or go on; told when the reason is another one than before."""
+        """Note that the request waits, if the reason differs from the last one."""
         if reason == self.reason:
             return
         self.reason = reason
@@ -83,13 +79,12 @@ class Story:
 
 
 class Explainer:
-    """Stands between one scheduler and its policy, and takes notes."""
+    """Takes notes between one scheduler and its policy."""
 
     def __init__(self, names: Collection[str], first_long_from_us: int | None = None) -> None:
         """names: the requests to explain, by number or by the client's id.
 
-        first_long_from_us: if given, explain also the first request to arrive from this time on
-        whose CP degree is above 1.
+        first_long_from_us: also explain the first later request whose CP degree is above 1.
         """
         self.stories: dict[int, Story] = {}
         """By request id, in order of arrival."""
@@ -97,22 +92,22 @@ class Explainer:
         """The highest that has arrived."""
         self._names = frozenset(names)
         self.first_long_from_us = first_long_from_us
-        """None: it has arrived, or nobody asks for it."""
+        """None: the request has arrived, or it is not wanted."""
         self._now_us = 0
         self._tried: list[int] = []
         """Requests that this call tried to place, in order."""
         self.deferred: Container[int] = ()
-        """Ids of the requests that are deferred; the scheduler says which."""
+        """Ids of deferred requests, set by the scheduler."""
         self._away: set[int] = set()
         """Preempted requests that have not come back."""
 
     def watch(self, policy: Policy, state: ClusterState, config: SchedulerConfig) -> Policy:
-        """The policy for the scheduler to ask instead of `policy`; it answers the same."""
+        """Wrap `policy`, so that its answers to the scheduler are noted."""
         self._policy, self._state, self._config = policy, state, config
         return self
 
     def around(self, plan_window: PlanWindow) -> PlanWindow:
-        """The scheduler's plan_window, with notes of what goes in and out."""
+        """Wrap the scheduler's plan_window, so that its events and plans are noted."""
 
         def plan_and_note(events: Sequence[Event], now_us: int) -> Plan:
             self._now_us = now_us
@@ -195,9 +190,9 @@ class Explainer:
         num_growth: int,
         layout: Layout | None,
     ) -> None:
-        """The policy made this proposal; num_growth pages are to be promised for coming tokens.
+        """Note a proposal, with num_growth pages to promise for coming tokens.
 
-        layout: what will be carried out next; None if the cluster cannot hold the pages now.
+        layout: the one to carry out; None if the cluster cannot hold the pages now.
         """
         self._tried.append(arrival.request_id)
         story = self.stories.get(arrival.request_id)
@@ -287,7 +282,6 @@ class Explainer:
                 self._say_who_is_before(story)
 
     def _say_who_is_before(self, story: Story) -> None:
-        """This call did not come to it: the queue was not walked so far, or not at all."""
         if story.arrival.request_id in self.deferred:
             text = "deferred: its prompt is long, and tokens would take longer than tpot_target_ms"
             story.waits(self._now_us, "deferred", text)

@@ -1,10 +1,4 @@
-"""The check that what the scheduler keeps up to date follows from its requests.
-
-Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is
-broken. Slow by design: it visits every request, page and frame. Tests call it after every plan,
-those of the simulator in some windows, and a controller with `service.check_invariants` whenever no
-window is in flight, so that no step waits for it.
-"""
+"""A slow check that all that the scheduler keeps up to date follows from its requests."""
 
 from __future__ import annotations
 
@@ -23,10 +17,9 @@ from nanocp.values.table import InstanceTable
 
 
 def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -> None:
-    """Every frame has one content, counts add up, bounds hold, routes and loads are right.
+    """Check frames, counts, bounds, routes and loads. Raises AssertionError.
 
-    tables: those that followed all of its plans; then routes are transposes, and tables hold what
-    the requests need. Raises AssertionError.
+    tables: if given, all tables that followed the plans; they must hold what the requests need.
     """
     state = scheduler._state
     check_frames(state, chain(scheduler._quarantine.frames(), scheduler._held.reserved_frames()))
@@ -48,9 +41,9 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
 
 
 def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
-    """Every frame is free, or has owners and holds that add up. Raises AssertionError.
+    """Check that every frame is free, or has owners and holds that add up. Raises AssertionError.
 
-    held: (instance, frame) in quarantine, once for each hold.
+    held: (instance, frame), once for each hold.
     """
     owners: Counter[tuple[int, int]] = Counter()
     contents: dict[tuple[int, int], set[bytes]] = {}
@@ -184,17 +177,13 @@ def _check_requests(scheduler: Scheduler) -> None:
 
 
 def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:
-    """(page, instance, frame) of every page."""
     for run in runs:
         for index in range(run.num_pages):
             yield run.first_page + index, run.instance, run.frame + index
 
 
 def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
-    """Yield (instance, tokens that attention reads there in the step) of every run.
-
-    If the row is not running, the tokens that are in place.
-    """
+    """Yield (instance, tokens that attention reads, or that are in place if it does not run)."""
     running = request.state is State.RUNNING
     end = request.position_at(step) + running
     for index, run in enumerate(request.runs):
@@ -209,7 +198,7 @@ def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
 
 
 def check_loads(state: ClusterState) -> None:
-    """Loads are those that the requests give from nothing. Raises AssertionError."""
+    """Check that loads follow from the requests. Raises AssertionError."""
     tokens = [state.loads.weights[instance] for instance in range(len(state.frames))]
     rows = list(tokens)
     for request in state.requests.values():
@@ -224,7 +213,7 @@ def check_loads(state: ClusterState) -> None:
 
 
 def check_commitments(state: ClusterState) -> None:
-    """What bounds count is what the requests have, within the bounds. Raises AssertionError."""
+    """Check that counts follow from the requests, within the bounds. Raises AssertionError."""
     num, bounds, committed = len(state.frames), state.bounds, state.committed
     rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
     links = [[0] * num for _ in range(num)]
@@ -247,7 +236,6 @@ def check_commitments(state: ClusterState) -> None:
 
 
 def _check_routes(scheduler: Scheduler) -> None:
-    """Compare rows and routes with those that the placements give from nothing."""
     state, num = scheduler._state, len(scheduler._state.frames)
     running = [request for request in state.requests.values() if request.state is State.RUNNING]
     q_route, res_route = build_routes(
@@ -267,10 +255,6 @@ def _check_routes(scheduler: Scheduler) -> None:
 
 
 def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None:
-    """Compare the tables' digests, and the tables themselves once nothing is pending.
-
-    They hold exactly what the started requests need.
-    """
     state, lowering = scheduler._state, scheduler._lowering
     for i, table in enumerate(tables):
         rebuilt = InstanceTable(i, len(tables))
@@ -307,10 +291,7 @@ def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None
 
 
 def _check_holders(request: Request, tables: Sequence[InstanceTable], end: int) -> None:
-    """Check that the MoE binding knows the holder of every page from the last written one on.
-
-    No other instance knows any holder of the request.
-    """
+    """The MoE binding knows every page's holder from the last written page on, others none."""
     for instance, table in enumerate(tables):
         if instance != request.moe_binding:
             told = table.holders.get(request.request_id)

@@ -1,10 +1,6 @@
 """The loop: drain events -> plan_window -> push plans -> collect. It decides nothing.
 
-Enters: submissions and aborts from the front end, an operator's wishes, the time. Leaves: calls of
-the coordinator in a thread of its own, and its log. Does not know: tokens, models, how a member's
-process was started.
-
-The scheduler is called once per window while two are in flight, else at once.
+It runs once per window while two are in flight, else at once.
 """
 
 from __future__ import annotations
@@ -62,9 +58,9 @@ def members_of(
 
 
 class Controller(ControllerInterface):
-    """The loop around one scheduler, in a thread of its own.
+    """The loop around one scheduler, in its own thread.
 
-    Public methods may be called from any thread; it calls the front end from its own.
+    Public methods may be called from any thread.
     """
 
     def __init__(
@@ -80,9 +76,8 @@ class Controller(ControllerInterface):
     ) -> None:
         """Make a controller; no port is open and no thread runs yet.
 
-        processes: replaces members that are lost. member_secrets: what each member shows when it
-        attaches. make_flights: see Coordinator. num_experts: see members.seats. Raises ValueError
-        (policy) or OSError (event log).
+        processes: replaces lost members. make_flights, num_experts: see Coordinator. Raises
+        ValueError (policy) or OSError (event log).
         """
         self._config = config
         self._processes = processes
@@ -127,8 +122,7 @@ class Controller(ControllerInterface):
     def start(self, progress: Callable[[str], None], loading: Callable[[Member, int], None]) -> str:
         """Open the port for members, and return its host:port. Raises OSError naming the port.
 
-        `progress` is called for every member that becomes ready, `loading` for each percent of the
-        weights that a member has loaded, both from the controller's thread.
+        `progress` is called for each ready member, `loading` for each percent of weights.
         """
         self.members.start.progress = progress
         self._shell.loaded = loading
@@ -136,19 +130,18 @@ class Controller(ControllerInterface):
         return self._bound.result()
 
     def member_exited(self, member: Member, number: int, message: str) -> None:
-        """The member's process of this number has ended, expected or not."""
+        """Record the end of a member's process, expected or not."""
         self._call(self._shell.within, self.members.exited, member, number, message)
 
     def regroup(self) -> None:
-        """Let all instances begin another term though none is lost, for tests and benchmarks."""
+        """Begin another term though no instance is lost, for tests and benchmarks."""
         self._call(self._shell.within, self.members.terms.end)
 
     def want_seats(self, seats: Sequence[int] | None, by: str) -> Future[SeatsNow]:
-        """Let the cluster have other seats; done with those that it has once they serve.
+        """Change the seats; the result is done with the seats once they serve.
 
-        seats: None changes nothing. It fails as Members.want and what that returns do, or with a
-        TimeoutError if it takes longer than `longest_change_s`: the change goes on, and others may
-        ask for another one.
+        seats: None changes nothing. It fails as Members.want, or with a TimeoutError after
+        `longest_change_s`.
         """
 
         async def want() -> SeatsNow:
@@ -164,7 +157,7 @@ class Controller(ControllerInterface):
         return asyncio.run_coroutine_threadsafe(want(), self._loop)
 
     def undo_seats(self) -> Future[SeatsNow]:
-        """Undo the change of seats that is under way; fails with a ValueError if none is."""
+        """Undo the change of seats under way; the result fails with a ValueError if none is."""
 
         async def undo() -> SeatsNow:
             self._shell.within(self.members.changes.undo)
@@ -173,7 +166,7 @@ class Controller(ControllerInterface):
         return asyncio.run_coroutine_threadsafe(undo(), self._loop)
 
     def end_requests(self, name: str) -> Future[list[int]]:
-        """Abort what is open under a name (Arrival.names); done with the requests' numbers."""
+        """Abort the open requests of a name (Arrival.names); the result has their numbers."""
         answer: Future[list[int]] = Future()
 
         def end() -> None:
@@ -188,7 +181,7 @@ class Controller(ControllerInterface):
         return answer
 
     def want_layout(self, split: Sequence[int]) -> Future[None]:
-        """Let layers of a pipeline move; done when they have. See PipelineFlights.want_layout."""
+        """Move layers of a pipeline; see PipelineFlights.want_layout."""
 
         async def want() -> None:
             if self._stages is None:
@@ -201,7 +194,7 @@ class Controller(ControllerInterface):
         return asyncio.run_coroutine_threadsafe(want(), self._loop)
 
     def stages(self) -> list[dict[str, Any]]:
-        """For each stage of a pipeline, its layers and what it does; empty without stages."""
+        """Return each pipeline stage's layers and state; empty without stages."""
         answer: Future[list[dict[str, Any]]] = Future()
         self._call(lambda: answer.set_result(self._stages_now()))
         return answer.result(_ANSWER_S)
@@ -210,12 +203,12 @@ class Controller(ControllerInterface):
         return [] if self._stages is None else self._stages.stages()
 
     def leave(self, reason: str) -> None:
-        """Plan no more and ask every member to leave, also those that attach later. Idempotent."""
+        """Plan no more and ask every member to leave. Idempotent."""
         if self._thread.is_alive():
             self._call(self._leave, reason)
 
     def stop(self) -> None:
-        """Close the port and end the thread, once all have left (see `leave`). Idempotent."""
+        """Close the port and end the thread, once all have left. Idempotent."""
         if self._thread.is_alive():
             self._call(self._left.set)
             self._thread.join(_THREAD_TIMEOUT_S)
@@ -332,5 +325,5 @@ _NOTHING = Plan(None)
 
 
 def _now_us() -> int:
-    """The controller's monotonic clock, in microseconds (protocol.md, one clock)."""
+    """The clock is monotonic and in microseconds (protocol.md, one clock)."""
     return time.monotonic_ns() // 1000

@@ -1,12 +1,7 @@
-"""The event log: every call of the scheduler, written as it happens, so that it can be replayed.
+"""The event log: every call of the scheduler, written as it happens, to be replayed.
 
-Enters: the scheduler's configuration, then the events, the time and the answer of each call.
-Leaves: a file of JSON lines, and the same values from it. Does not know: schedulers, clocks, who
-calls.
-
-JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched,
-and a record that was cut off shows by its missing end of line. The first line is a Header, every
-other one a Call. A long log goes on in further files, its parts: LOG.part2, LOG.part3 and so on.
+It is a file of JSON lines, a Header and then Calls. A long log continues in LOG.part2, LOG.part3
+and so on.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ _BUFFER_BYTES = 1 << 16
 _MAX_CALLS = 8192
 """Calls that may wait for the disk: at least half a minute of a busy service."""
 _FLUSH_S = 1.0
-"""Longest time for which a call stands in the buffer of a log that has a thread."""
+"""Longest time for which a call stays in the buffer of a log that has a thread."""
 _CLOSE_S = 2.0
 """Longest wait for the disk when a log that has a thread is closed."""
 
@@ -83,7 +78,7 @@ class Header:
     wall_us: int = 0
     """Unix time at `now_us` 0, in us. 0: unknown, as in a simulation."""
     pipeline: PipelineConfig | None = None
-    """None: the scheduler is that of a cluster of instances."""
+    """None: the scheduler is for a cluster of instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +103,16 @@ _CALL = TypeAdapter(Call)
 
 
 _NEW_LAST = {"instances": 0, "placements": None}
-"""Fields whose values have a last element since drafts -> what it is without drafts. It is left out
-then, so that logs that are older replay."""
+"""Fields with a last element since drafts -> its value without drafts.
+
+It is left out then, so that older logs replay.
+"""
 
 
 def digest(plan: Plan) -> dict[str, int | str]:
     """Digest a plan: its window, and 16 bytes (in hex) for each other field that is not empty.
 
-    Digests are equal exactly for equal plans: what is hashed is a canonical form of every value in
-    the field, and the wire is made of nothing else.
+    Digests are equal exactly for equal plans.
     """
     digests: dict[str, int | str] = {}
     for field in fields(plan):
@@ -133,10 +129,9 @@ def digest(plan: Plan) -> dict[str, int | str]:
 
 
 class EventLog:
-    """A log that is being written.
+    """A log that is being written; if it fails, a warning says so and the service continues.
 
-    If the file cannot take more, a warning says so and the log ends; the service goes on. Writes
-    are buffered until `flush`. A lost instance and a failed scheduler are written at once.
+    Writes are buffered until `flush`, except a lost instance and a failed scheduler.
     """
 
     def __init__(
@@ -148,18 +143,17 @@ class EventLog:
         max_bytes: int = 0,
         pipeline: PipelineConfig | None = None,
     ) -> None:
-        """Begin a log. One that is there is kept: its files get the time of its last write as name.
+        """Begin a log. An existing one is renamed by the time of its last write.
 
-        wall_us, pipeline: see Header. max_bytes: a part that has as many is followed by another; 0:
-        one part. Raises OSError if the log cannot be written, is no regular file, or is being
-        written by another service.
+        wall_us, pipeline: see Header. max_bytes: size after which another part follows; 0: one
+        part. Raises OSError if the log cannot be written, is no regular file, or is in use.
         """
         self._path = path
         self._max_bytes = max_bytes
         self._num_parts = 1
         self._has_calls = False
         self.num_missing = 0
-        """Calls that the log lacks because it could not be written: at least so many."""
+        """At least this many calls are missing because the log could not be written."""
         header = Header(VERSION, cluster, scheduler, wall_us, pipeline)
         first_line = _HEADER.dump_json(header) + b"\n"
         try:
@@ -175,7 +169,7 @@ class EventLog:
             raise OSError(f"the event log {path} cannot be written: {error.strerror}") from error
 
     def write(self, now_us: int, events: Sequence[ServiceEvent], plan: Plan | None) -> None:
-        """One call and its answer; no plan: the scheduler failed."""
+        """Write one call and its answer; no plan: the scheduler failed."""
         if self._file.closed:
             self.num_missing += 1
             return
@@ -195,7 +189,7 @@ class EventLog:
             self._end(error)
 
     def flush(self) -> None:
-        """Write what is in the buffer."""
+        """Write the buffer."""
         try:
             if not self._file.closed:
                 self._file.flush()
@@ -203,7 +197,7 @@ class EventLog:
             self._end(error)
 
     def close(self) -> None:
-        """What is in the buffer is written; a log without a call is removed. Idempotent."""
+        """Write the buffer and close, or remove an empty log. Idempotent."""
         if self._first.closed:
             return
         try:
@@ -226,8 +220,8 @@ class EventLog:
 class LogThread:
     """A thread that writes a log, so that a disk that hangs stops nobody.
 
-    If too many calls wait for the disk, the log ends after them: one with a gap could not be played
-    again. The calls that are missing are counted.
+    If too many calls wait for the disk, the log ends after them: one with a gap could not be
+    replayed.
     """
 
     def __init__(self, log: EventLog, max_calls: int = _MAX_CALLS) -> None:
@@ -236,13 +230,13 @@ class LogThread:
             queue.Queue(max_calls)
         )
         self.num_dropped = 0
-        """Calls that are not in the log because the disk did not take those before them."""
+        """Calls that are missing because the disk was too slow."""
         self._thread = threading.Thread(target=self._run, name="event log", daemon=True)
         self._thread.start()
 
     @property
     def num_missing(self) -> int:
-        """Calls that the log lacks, whether the disk is slow, full or broken."""
+        """The number of missing calls, with a slow, full or broken disk."""
         return self.num_dropped + self._log.num_missing
 
     def write(self, now_us: int, events: Sequence[ServiceEvent], plan: Plan | None) -> None:
@@ -258,7 +252,7 @@ class LogThread:
         self.num_dropped += 1
 
     def close(self) -> None:
-        """Let what is queued be written, and wait for that a bounded time. Idempotent."""
+        """Write the queue, within a bounded time. Idempotent."""
         with contextlib.suppress(queue.Full):
             self._calls.put(None, timeout=_CLOSE_S)
         self._thread.join(_CLOSE_S)
@@ -294,7 +288,7 @@ def _part(path: Path, number: int) -> Path:
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of a log in order, at least the first."""
+    """Return the files of a log in order, at least the first."""
     found = [path]
     while (following := _part(path, len(found) + 1)).exists():
         found.append(following)
@@ -302,10 +296,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def _begun(path: Path) -> BinaryIO:
-    """The empty first file of a log, locked while it is open; an earlier log is kept.
-
-    Raises OSError.
-    """
+    """The file is locked while open; an earlier log is kept. Raises OSError."""
     if path.exists() and not path.is_file():  # to open a FIFO would wait for its reader
         raise OSError(errno.EINVAL, "it is no regular file; name a file, or a path that is free")
     while True:
@@ -327,7 +318,6 @@ def _begun(path: Path) -> BinaryIO:
 
 
 def _keep(path: Path) -> None:
-    """Rename the files of an earlier log, so that a new one can have their names."""
     at = datetime.fromtimestamp(parts(path)[-1].stat().st_mtime, UTC)
     kept, number = path.with_name(f"{path.name}.{at:%Y%m%dT%H%M%SZ}"), 1
     while kept.exists():
@@ -343,7 +333,7 @@ def log_lines(
         part.open("rb")
     ),
 ) -> Iterator[bytes]:
-    """The lines of a log, part after part. `opened` opens a file. Raises OSError."""
+    """Yield the lines of a log, part after part. `opened` opens a file. Raises OSError."""
     for part in parts(path):
         with opened(part) as file:
             yield from file
@@ -356,7 +346,7 @@ def open_event_log(
     wall_us: int,
     pipeline: PipelineConfig | None = None,
 ) -> LogThread | None:
-    """The log that the configuration asks for, which a thread writes; None without one.
+    """Open the configured log, with a thread that writes it; None without one.
 
     wall_us, pipeline: see Header. Raises OSError if it cannot be written.
     """
@@ -369,15 +359,12 @@ def open_event_log(
 
 
 class LogReader:
-    """A log that is being read: iterating gives its calls.
-
-    After that `is_truncated` says whether the last call is cut off.
-    """
+    """A log that is being read, as an iterator of its calls; then see `is_truncated`."""
 
     def __init__(self, lines: Iterable[bytes], name: str) -> None:
-        """Read the header; `name` is what errors call the log.
+        """Read the header. name: the log's name in errors.
 
-        Raises ValueError if the log does not begin with a header of this version.
+        Raises ValueError for a header of another version, or none.
         """
         self._lines = iter(lines)
         self._name = name
@@ -398,8 +385,7 @@ class LogReader:
     def __iter__(self) -> Iterator[Call]:
         """Yield the calls in order.
 
-        Raises ValueError with the number of a damaged record (the header is number 1) and what is
-        wrong in it.
+        Raises ValueError with a damaged record's number (the header is 1) and mistake.
         """
         for number, line in enumerate(self._lines, start=2):
             if not line.endswith(b"\n"):

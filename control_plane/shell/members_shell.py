@@ -1,9 +1,4 @@
-"""Around the members' coordinator: it carries out what leaves it, and wakes it when time is up.
-
-Enters: what members say on their streams; what the coordinator wants done. Leaves: messages in
-streams, processes killed and started, lines of the log, events for the controller. Does not know:
-what any of it means. It decides nothing.
-"""
+"""The shell around the members' coordinator: it carries out its output, and wakes it in time."""
 
 from __future__ import annotations
 
@@ -33,19 +28,19 @@ _Result = TypeVar("_Result")
 
 
 class Processes(Protocol):
-    """The members' processes. `kill` and `start` block, and are called in worker threads."""
+    """The members' processes. `kill` and `start` block, in worker threads."""
 
     def kill(self, member: Member) -> None:
         """End the member's latest process at once, as a failure would."""
 
     def start(self, member: Member, number: int, term: int) -> None:
-        """Start another process for a member, whose number tells it from earlier ones.
+        """Start another process for a member, with a new number.
 
         term: the one that it will probably join. Raises OSError or RuntimeError.
         """
 
     def obstacle_to_more(self, num_instances: int) -> str:
-        """Why there is no room for so many more instances, for an operator; empty if there is."""
+        """Explain why there is no room for this many more instances; empty if there is."""
 
 
 class MembersShell:
@@ -61,8 +56,8 @@ class MembersShell:
     ) -> None:
         """take_up: called with each event. reported: with each report of the present term.
 
-        `reported` may raise a ValueError if the member cannot have meant it: its stream then ends.
-        deadlines: others that are told the time too.
+        `reported` may raise a ValueError, which ends the stream. deadlines: others that need the
+        time too.
         """
         self._members = members
         self._processes = processes
@@ -73,7 +68,7 @@ class MembersShell:
         self.deadlines = deadlines
         self._streams: dict[Member, MemberStream] = {}
         self._commands: dict[Member, deque[KillProcess | StartProcess]] = {}
-        """By member: what is yet to be done with its processes, one after the other."""
+        """Pending commands for each member's processes, one after the other."""
         self._workers: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -81,7 +76,7 @@ class MembersShell:
 
     @property
     def leaving(self) -> str | None:
-        """Why every member is asked to leave; None until then."""
+        """The reason for asking every member to leave; None until then."""
         return self._members.end.leaving
 
     def attach(self, member: Member, hello: Hello | None) -> MemberStream:
@@ -97,7 +92,7 @@ class MembersShell:
             self.loaded(member, percent)
 
     def received(self, member: Member, said: Said, term: int) -> None:
-        """Take what a member says; see member_streams.MemberListener."""
+        """Take a member's message; see member_streams.MemberListener."""
         if isinstance(said, Loading):
             self.loading(member, said.percent)
             return
@@ -119,13 +114,13 @@ class MembersShell:
         *arguments: _Arguments.args,
         **named: _Arguments.kwargs,
     ) -> _Result:
-        """Call the coordinator, and carry out what follows."""
+        """Call the coordinator, and carry out its output."""
         result = call(*arguments, **named)
         self.settle()
         return result
 
     def settle(self) -> None:
-        """Carry out all that the coordinator wants now, and wake it again in time."""
+        """Carry out the coordinator's output, and wake it again in time."""
         now_us = time.monotonic_ns() // 1000
         try:
             self._tick(now_us)
@@ -156,7 +151,6 @@ class MembersShell:
                 self._members.lose(stream.member, limit, "unread")
 
     def _send(self, output: MembersOutput) -> list[MemberStream]:
-        """Queue messages down; returns the streams that are full, which have ended."""
         full = []
         for member, message in output.sends:
             stream = self._streams.get(member)
@@ -200,7 +194,6 @@ class MembersShell:
         worker.add_done_callback(self._workers.discard)
 
     async def _work(self, member: Member) -> None:
-        """Do what is to be done with a member's processes, in order: each blocks."""
         commands = self._commands[member]
         while commands:
             command, error = commands.popleft(), None
@@ -222,9 +215,9 @@ class MembersShell:
 
 
 async def wait_for(done: Future[None], limit_s: float, what_follows: str) -> None:
-    """Wait for what an operator asked for; at the limit `done` is cancelled.
+    """Wait for an operator's change; at the limit `done` is cancelled.
 
-    Raises what `done` raises, or TimeoutError, with a sentence that ends with what follows.
+    Raises the error of `done`, or TimeoutError, with a sentence that ends with what_follows.
     """
     try:
         async with asyncio.timeout(limit_s):

@@ -1,8 +1,4 @@
-"""Members that have a stream: where each is, and what goes down to it.
-
-Enters: members that dial, messages, members that are lost or let go. Leaves: messages and ends of
-streams in a `MembersOutput`. Does not know: streams, what a message means.
-"""
+"""Members that have a stream: their addresses, and the messages to them."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ class Attached:
         return member in self._where
 
     def add(self, member: Member, where: Peer) -> None:
-        """The member has dialled. where: its peers find it there."""
+        """Record a member that dialled. where: its address for its peers."""
         self._where[member] = where
 
     def where(self, member: Member) -> Peer:
-        """The place of a member for its peers, for a Join."""
+        """Return the address of a member for its peers, for a Join."""
         return self._where[member]
 
     def send(self, member: Member, message: ToMember, term: int) -> None:
@@ -40,12 +36,12 @@ class Attached:
             self._output.sends.append((member, None))
 
     def shut_down(self, member: Member, reason: str) -> None:
-        """Ask the member to leave, if it has a stream; nothing follows on it."""
+        """Ask the member to leave, and send nothing more."""
         if member in self._where:
             self._output.sends += [(member, Envelope(Shutdown(reason))), (member, None)]
 
     def let_go(self, member: Member, reason: str) -> None:
-        """Ask the member to leave, for another to dial in its place."""
+        """Ask the member to leave for another in its place."""
         self.shut_down(member, reason)
         self._where.pop(member, None)
 

@@ -1,8 +1,4 @@
-"""Deadlines: timers by name, each of which runs at most once at a time.
-
-Enters: names, delays, what to do, the time now and then. Leaves: calls of what is overdue, and when
-the next one is. Does not know: clocks, members, terms.
-"""
+"""Deadlines: timers by name, without a clock of their own."""
 
 from __future__ import annotations
 
@@ -19,24 +15,24 @@ class _Timer:
 
 
 class Deadlines:
-    """Timers of one owner, which tells it the time after each call that may have started one."""
+    """Timers of one owner, which calls `tick` after it may have started one."""
 
     def __init__(self) -> None:
         self._timers: dict[str, _Timer] = {}
         self.next_us: float | None = None
-        """When the next one is due, as of the last tick; None if none is."""
+        """When the next one is due, at the last tick; None if none is."""
 
     def start(self, name: str, delay_ms: float, overdue: Callable[[], None]) -> None:
-        """Call `overdue` after the delay, unless the timer of this name runs already."""
+        """Call `overdue` after the delay, unless this timer already runs."""
         if name not in self._timers:
             self._timers[name] = _Timer(delay_ms * 1000, overdue)
 
     def met(self, name: str) -> bool:
-        """End the timer of this name; returns whether it ran."""
+        """End this timer; return whether it ran."""
         return self._timers.pop(name, None) is not None
 
     def tick(self, now_us: int) -> None:
-        """Call what is overdue at this time, in the order of the deadlines."""
+        """Call what is overdue, in the order of the deadlines."""
         while self._timers:
             for timer in self._timers.values():
                 if timer.due_us is None:

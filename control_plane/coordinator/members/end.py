@@ -1,8 +1,4 @@
-"""The end of a cluster: why it can no longer serve, or why its start failed.
-
-Enters: reasons, losses that are not made good. Leaves: the first reason, for who waits for it; to
-the scheduler, which loss ends the requests. Does not know: streams, processes, terms.
-"""
+"""The end of a cluster: the first reason why it cannot serve, or why its start failed."""
 
 from __future__ import annotations
 
@@ -32,19 +28,19 @@ class End:
         self._start, self._seats, self._deadlines = start, seats, deadlines
         self._output, self._recovery_ms = output, recovery_timeout_ms
         self.leaving: str | None = None
-        """Why every member is asked to leave; None until then."""
+        """Reason for asking every member to leave; None until then."""
         self.failure: Future[str] = Future()
-        """Done when a running cluster can no longer serve: the sentence that says why."""
+        """Done when a running cluster can no longer serve, with the reason."""
         self.last_loss = ""
         """What the latest loss was, in a sentence."""
 
     @property
     def has_come(self) -> bool:
-        """Whether the cluster serves nobody any more, and a loss changes nothing."""
+        """Return whether the cluster has stopped serving."""
         return self.leaving is not None or self.failure.done()
 
     def fail(self, message: str) -> None:
-        """End the cluster, or its start, for this reason; the first reason counts."""
+        """End the cluster, or its start; the first reason counts."""
         if self.leaving is not None:
             return
         if not self._start.is_over:
@@ -55,13 +51,13 @@ class End:
             self.failure.set_result(message)
 
     def give_up(self, member: Member, message: str, sentence: str = "") -> None:
-        """A lost member is not replaced. sentence: what clients get; empty: that it was lost."""
+        """Accept that a lost member is not replaced. sentence: for clients, if given."""
         self.fail(message)
         lost = ClusterLost(sentence or f"{member} was lost")
         self._output.events.append(PrefillLost() if member == PREFILL else lost)
 
     def unless_recovered(self, member: Member) -> None:
-        """End the cluster if the member's kind does not serve again in time."""
+        """End the cluster if the member's kind does not recover in time."""
         self._deadlines.start(member.kind, self._recovery_ms, partial(self._not_recovered, member))
 
     def _not_recovered(self, member: Member) -> None:

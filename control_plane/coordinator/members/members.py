@@ -1,12 +1,7 @@
-"""The members of a cluster: who has dialled, who is ready, who was lost, and who comes instead.
+"""The members of a cluster: they dial, become ready, are lost and are replaced.
 
-Enters: what members say on their streams, how their processes ended, the time. Leaves: values of
-output.py: messages down the streams, events of losses and terms, processes to end and to start.
-Does not know: plans, tickets, clocks, how a member's process is started.
-
-A cluster starts when every member is ready. When one is lost later, its process is killed, another
-is started, and the instances begin the next term (protocol.md, terms): those that are left, if
-they have slots for all experts, or all. A lost prefill is replaced without a new term.
+A loss begins the next term (protocol.md, terms), with the rest if they hold all experts. A lost
+prefill is replaced within the term.
 """
 
 from __future__ import annotations
@@ -41,14 +36,14 @@ from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
 from nanocp.values.plan import InstanceLost, Regrouped, TermEnded, TookOver, WindowDone
 
 _TICKETS_OF_A_TERM = 1_000_000
-"""More than one has: the number of a term gives what no ticket of an earlier controller is over."""
+"""Above the tickets of one term, so that a term's number bounds all earlier tickets."""
 
 
 class Members(TermSteps):
-    """Every member of one cluster, ready or not.
+    """Every member of one cluster, used from one thread.
 
-    It does nothing itself: after each call, `deadlines` gets the time, and `output` has what is to
-    be done. Calls come from one thread; the properties, `start` and `end.failure` are for any.
+    After each call, pass the time to `deadlines` and carry out `output`. Properties, `start` and
+    `end.failure` are for any thread.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class Members(TermSteps):
         recovers: bool,
         leave_ms: int,
     ) -> None:
-        """num_experts: see Seats. has_prefill, recovers, leave_ms: Config knows them."""
+        """num_experts: see Seats."""
         self._metrics, self._limits, self._facts = metrics, limits, facts
         self.output = MembersOutput()
         """What is to be done, until it is taken."""
@@ -73,7 +68,7 @@ class Members(TermSteps):
         self.attached = Attached(self.output)
         self.start = Start(self.expected, limits.start_timeout_ms)
         self.takes_over = False
-        """Whether members of a controller that was lost are to dial this one."""
+        """True if members of a lost controller are to dial this one."""
         self.deadlines = Deadlines()
         """What is overdue at a time, on a clock that only goes on."""
         self.replacements = Replacements(
@@ -101,7 +96,7 @@ class Members(TermSteps):
         )
 
     def begin(self) -> None:
-        """Watch the members from now on; those of a controller that was lost are to dial."""
+        """Watch the members from now on; those of a lost controller are to dial."""
         self._watch_heartbeats()
         if self.takes_over:
             for member in self.expected:
@@ -109,12 +104,12 @@ class Members(TermSteps):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the loss of a member is not the end."""
+        """Return whether the cluster survives the loss of a member."""
         return self.recovers and (self.start.has_succeeded or self.takes_over)
 
     @property
     def seats(self) -> list[int]:
-        """Instances of the term, or of the next one while it is being joined; ascending."""
+        """The instances of the term, or of the one being joined; ascending."""
         return list(map(self._instances.index, self.terms.seats))
 
     @property
@@ -124,7 +119,7 @@ class Members(TermSteps):
         return self._seats.now(sorted({*self.seats} & {*present}), self.terms.is_serving)
 
     def send(self, member: Member, message: ToMember) -> None:
-        """Queue a message of the present term; it is dropped if the member is not in it."""
+        """Queue a message of the present term, if the member is in it."""
         if member == PREFILL or self.terms.standing[member] is Standing.IN:
             self._send(member, message)
 
@@ -132,7 +127,7 @@ class Members(TermSteps):
         self.attached.send(member, message, self.terms.number)
 
     def leave(self, reason: str) -> None:
-        """Ask every member to leave, also those that attach from now on. Idempotent."""
+        """Ask every member to leave, even those that attach later. Idempotent."""
         if self.end.leaving is None:
             self.end.leaving = reason
             self.replacements.kill_unheard()
@@ -142,18 +137,16 @@ class Members(TermSteps):
     # --- losses
 
     def exited(self, member: Member, number: int, message: str) -> None:
-        """The process of this number has ended, expected or not."""
+        """Record that the process of this number has ended, expected or not."""
         if self.replacements.is_latest(member, number):
             self.lose(member, f"{member}: {message}", "exit")
             message = ""
         self.replacements.exited(member, number, message)
 
     def lose(self, member: Member, message: str, cause: str) -> None:
-        """Take note that the member's process is gone for good, and get another one.
+        """Replace a member whose process is gone, or end the cluster that cannot recover or start.
 
-        cause: one word for the metrics.
-        A member that was asked to leave is not lost. Before every member is ready, and where
-        nothing is recovered, the cluster ends.
+        cause: one word for the metrics. A member that was asked to leave is not lost.
         """
         if self.end.has_come:
             return
@@ -214,7 +207,6 @@ class Members(TermSteps):
         )
 
     def _not_replaced(self, member: Member, reason: str) -> None:
-        """No process could be started; that ends the cluster if its term waits for one."""
         if member.instance is not None and member not in self.terms.seats:
             self.changes.newcomer_lost(member, f"{member}: {reason}")
             return
@@ -222,10 +214,7 @@ class Members(TermSteps):
         self.end.give_up(member, message)
 
     def _watch_heartbeats(self) -> None:
-        """Lose members that are silent for too long, and note the seats, now and again and again.
-
-        Silence is counted in ticks: a controller that was stopped has lived through one.
-        """
+        """Lose silent members and record the seats at each tick."""
         pause_ms = self._limits.suspect_ms / TICKS
         self.deadlines.start("heartbeats", pause_ms, self._watch_heartbeats)
         self._metrics.seats(self.seats_now.states())
@@ -290,11 +279,10 @@ class Members(TermSteps):
         self.changes.term_began()
 
     def want(self, seats: Sequence[int], by: str) -> Future[None]:
-        """Let the cluster have other seats; returns what is done when they serve.
+        """Change the seats; the result is done when they serve.
 
-        by: see Seats.ask. Raises ValueError (see Seats.ask). What is returned fails with a
-        RuntimeError if the change fails, and then nothing has changed; cancelling it ends only the
-        wait.
+        by, ValueError: see Seats.ask. The result of a failed change, which changes nothing, has a
+        RuntimeError.
         """
         if not (self.start.has_succeeded and self.recovers):
             raise ValueError("this service cannot change its seats, nor go on after a loss")
@@ -307,7 +295,10 @@ class Members(TermSteps):
     # --- what members say
 
     def attach(self, member: Member, hello: Hello | None = None) -> None:
-        """A member has dialled. hello: of an instance. Raises ValueError if it has no place."""
+        """Attach a member that dialled.
+
+        hello: of an instance. Raises ValueError if it has no place.
+        """
         if member not in self.expected:
             expected = ", ".join(map(str, self.expected))
             raise ValueError(f"this cluster has no {member}; it has {expected}")
@@ -330,16 +321,15 @@ class Members(TermSteps):
             self.output.events.append(PrefillArrived())
 
     def loading(self, member: Member) -> bool:
-        """A member has loaded some of its weights; returns whether it is one of this cluster."""
+        """Record that a member loads weights; return whether it is expected."""
         if member in self.expected:
             self.replacements.loads(member)
         return member in self.expected
 
     def heard(self, member: Member, said: Said, term: int) -> bool:
-        """Take what a member says after hello, of this term.
+        """Take a member's message after hello; return whether it is a report of the present term.
 
-        Returns whether it is a report of the present term. Raises ValueError if the member cannot
-        have meant it.
+        Raises ValueError if the member cannot have meant it.
         """
         match said:
             case values.Beat():
@@ -365,9 +355,9 @@ class Members(TermSteps):
         return False
 
     def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
-        """A member cannot go on, or its stream broke. member: None if it never said hello.
+        """Record a failed member or a broken stream. member: None if it never said hello.
 
-        says_why: False where how the process ends says more than the message.
+        says_why: False where the end of the process says more.
         """
         if member is not None and (says_why or self._goes_on):
             self.lose(member, message, "stream")

@@ -1,7 +1,4 @@
-"""What leaves the members' coordinator, and what it asks: values, and one protocol.
-
-Enters: nothing. Leaves: the values. Does not know: streams, processes, clocks, logs.
-"""
+"""Actions and questions of the members' coordinator."""
 
 from __future__ import annotations
 
@@ -30,13 +27,13 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Start another process for a member, after all that was to be done for it before."""
+    """Start another process for a member, after all earlier actions for it."""
 
     member: Member
     number: int
     """Tells the process from earlier ones."""
     term: int
-    """The term that it will probably join."""
+    """Term that it will probably join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class PrefillArrived:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLost:
-    """No prefill will come any more. Requests that have their KV go on."""
+    """No prefill will come any more. Requests that have their KV continue."""
 
 
 MembersEvent = (
@@ -59,8 +56,7 @@ MembersEvent = (
     | PrefillArrived
     | PrefillLost
 )
-"""What becomes of members and terms, for the scheduler and for what is in flight. The first term of
-a service that takes over nothing begins without one."""
+"""Events of members and terms. The first term of a fresh service begins without one."""
 
 
 class LogLine(NamedTuple):
@@ -72,20 +68,20 @@ class LogLine(NamedTuple):
 
 @dataclass(slots=True)
 class MembersOutput:
-    """What is to be done, each list in its order: first all sends, then the events."""
+    """Actions, each list in its order: first all sends, then the events."""
 
     sends: list[tuple[Member, Envelope | None]] = field(default_factory=list)
-    """Messages down the members' streams; None ends the stream after what went before."""
+    """None ends the member's stream."""
     events: list[MembersEvent] = field(default_factory=list)
     processes: list[KillProcess | StartProcess] = field(default_factory=list)
-    """The coordinator is told when each is done, or why it cannot be."""
+    """Commands; the coordinator learns when each is done or has failed."""
     says: list[LogLine] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.events or self.processes or self.says)
 
     def take(self) -> MembersOutput:
-        """Return what is here, and forget it."""
+        """Return all actions, and forget them."""
         taken = MembersOutput(self.sends, self.events, self.processes, self.says)
         self.sends, self.events, self.processes, self.says = [], [], [], []
         return taken
@@ -100,7 +96,7 @@ class MembersOutput:
 
 
 class Facts(Protocol):
-    """What the coordinator asks of the world around it."""
+    """Facts that the coordinator asks for."""
 
     @property
     def newest_ticket(self) -> int:
@@ -108,7 +104,7 @@ class Facts(Protocol):
 
     @property
     def has_windows(self) -> bool:
-        """Whether a window was sent that some instance has not reported."""
+        """Return whether a window was sent that some instance has not reported."""
 
     def obstacle_to_more(self, num_instances: int) -> str:
-        """Why there is no room for so many more instances, for an operator; empty if there is."""
+        """Explain why there is no room for this many more instances; empty if there is."""

@@ -1,9 +1,4 @@
-"""Replacement of lost processes: each is killed, seen dead if that is possible, and followed.
-
-Enters: members whose process is lost, processes that ended or were started. Leaves: commands to
-kill and to start a process, or the reason why there is none. Does not know: streams, terms, why a
-process was lost.
-"""
+"""Replacement of lost processes: each is killed, seen dead if possible, and followed."""
 
 from __future__ import annotations
 
@@ -17,32 +12,31 @@ from control_plane.coordinator.members.output import KillProcess, MembersOutput,
 from nanocp.values.members import Member
 
 _FENCE_S = 1.0
-"""Longest wait to see a killed process dead. A term never needs it: it shares nothing with the last
-one."""
+"""Longest wait to see a killed process dead. A term shares nothing with it."""
 _LAST_WORD_S = 0.2
-"""Longest wait before a lost process is killed: how it ended says more than that its stream did."""
+"""Longest wait before a lost process is killed: its end says more than its stream did."""
 _END_S = 2.0
-"""Longest wait for the end of a process that nothing else waits for, whose stream has ended."""
+"""Longest wait for the end of a process whose stream has ended."""
 _DIAL_S, _LEAST_DIAL_S = 120.0, 30.0
-"""Longest time without a sign of life of a process that was started: it may be stopped. Half of
-recovery_timeout_ms, so that another one can be tried, but within these. Imports and what its start
-reads first take less, also on a busy machine: an actor of Ray on a machine that has had none took
-54 s at a load of 16 on two cores, and once more than 60."""
+"""Bounds of the time without a sign of life of a started process: half of recovery_timeout_ms.
+
+An actor of Ray took 54 s on a busy machine, and once over 60.
+"""
 
 _PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Before each further process of a member while no term begins; the last one again and again."""
+"""Pauses before further processes of a member while no term begins; the last one repeats."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lost:
-    """A lost process that another one follows, until that was started."""
+    """A lost process until its successor was started."""
 
     member: Member
     number: int
     lives_on: Callable[[], None]
     failed: Callable[[str], None]
     how: str | None = None
-    """How it ended, empty if that was known before; None until it was seen dead."""
+    """Sentence about its end, empty if already known; None until it was seen dead."""
 
     def __str__(self) -> str:
         return f"{self.member}, process {self.number}"
@@ -60,68 +54,67 @@ class Replacements:
         next_term: Callable[[], int],
         recovery_timeout_ms: float,
     ) -> None:
-        """silent: called with a member whose process shows no sign of life, and what it did not do.
+        """silent: called with a member without a sign of life, and what it did not do.
 
-        Signs of life are that it loads weights and that it dials. next_term: asked late for the
-        term that a process will probably join.
+        next_term: returns the term that a process will probably join.
         """
         self._deadlines, self._output = deadlines, output
         self._silent, self._next_term = silent, next_term
         self._dial_s = min(_DIAL_S, max(_LEAST_DIAL_S, recovery_timeout_ms / 2000))
         self._numbers = dict.fromkeys(members, 0)
-        """The number of each member's process, counted from 0; a lost one is counted already."""
+        """Number of each member's process, from 0; a lost one is already counted."""
         self._lost: dict[tuple[Member, int], _Lost] = {}
         """By member and number of the lost process."""
         self._num_tries: Counter[Member] = Counter()
         """Processes that each member has had since a term last began."""
         self._coming: set[Member] = set()
-        """Members whose next process is to be started, or has yet to dial."""
+        """Members whose next process has yet to dial."""
 
     def begin_term(self) -> None:
-        """A term begins: what was tried has served its purpose."""
+        """Forget earlier tries, since a term begins."""
         self._num_tries.clear()
 
     def is_coming(self, member: Member) -> bool:
-        """Whether a process of the member is on its way."""
+        """Return whether a process of the member is on its way."""
         return member in self._coming
 
     def is_latest(self, member: Member, number: int) -> bool:
-        """Whether the process of this number is the member's, and was not lost."""
+        """Return whether this is the member's process, and not lost."""
         return self._numbers[member] == number
 
     def kill(self, member: Member) -> None:
-        """End the process of a lost member, which no other follows."""
+        """End the process of a lost member without a successor."""
         self._output.processes.append(KillProcess(member, self._numbers[member]))
         self.retire(member)
 
     def kill_unheard(self) -> None:
-        """End processes that import or load: they cannot read that they should leave."""
+        """End processes that import or load: they read no messages."""
         for member in self._numbers:
             if member in self._coming or self._deadlines.met(f"{member} dials"):
                 self.kill(member)
 
     def expect(self, member: Member) -> None:
-        """The member has a process, which is to dial."""
+        """Expect the member's process to dial."""
         sentence = f"{member}: its process has not dialled in {self._dial_s:.0f} s"
         overdue = partial(self._silent, member, sentence)
         self._deadlines.start(f"{member} dials", self._dial_s * 1000, overdue)
 
     def loads(self, member: Member) -> None:
-        """The member's process has loaded some of its weights."""
+        """Record that the member's process has loaded some of its weights."""
         if self._deadlines.met(f"{member} dials"):
             self.expect(member)
 
     def dialled(self, member: Member) -> None:
-        """The member's process has dialled or beats: from now on its stream shows that it lives."""
+        """Record that the process dialled or beats: now its stream shows its life."""
         self._deadlines.met(f"{member} dials")
         self._coming.discard(member)
 
     def await_end(self, member: Member, overdue: Callable[[], None]) -> None:
-        """Call this if the member's process has not been seen to end in a while."""
+        """Call `overdue` if the process does not end in a while."""
         self._deadlines.start(f"end of {member}", _END_S * 1000, overdue)
 
     def retire(self, member: Member) -> None:
-        """The member's process is not waited for any more, and its end is no loss."""
+        """Stop waiting for the member's process; its end is no loss."""
         self.dialled(member)
         self._deadlines.met(f"end of {member}")
         self._numbers[member] += 1
@@ -133,8 +126,8 @@ class Replacements:
     ) -> None:
         """Kill a lost member's process, and start another.
 
-        lives_on: called if the old process is not seen dead. failed: called with the reason if no
-        process can be started.
+        lives_on: called if the old process is not seen dead. failed: called with the reason if none
+        can be started.
         """
         lost = _Lost(member, self._numbers[member], lives_on, failed)
         self.retire(member)
@@ -143,7 +136,7 @@ class Replacements:
         self._deadlines.start(f"last word of {lost}", _LAST_WORD_S * 1000, partial(self._end, lost))
 
     def exited(self, member: Member, number: int, how: str = "") -> None:
-        """A process of this number was seen dead. how: it ended, if nobody knows yet."""
+        """Record a process that was seen dead. how: it ended, if nobody knows yet."""
         lost = self._lost.get((member, number))
         if lost is None or lost.how is not None:
             return
@@ -159,7 +152,7 @@ class Replacements:
         self._output.processes.append(KillProcess(lost.member, lost.number))
 
     def done(self, command: KillProcess | StartProcess, error: str | None) -> None:
-        """A command of the output was carried out. error: why it could not be."""
+        """Record a command that was carried out. error: the reason if it failed."""
         is_start = isinstance(command, StartProcess)
         lost = self._lost.get((command.member, command.number - is_start))
         if lost is None:

@@ -1,11 +1,6 @@
-"""Planned changes: seats that an operator wants, newcomers that wait, and the term between them.
+"""Planned changes of seats by an operator, with newcomers and the term between.
 
-Enters: wishes for seats, newcomers, terms that begin and settle. Leaves: processes to start and to
-retire, seats for the scheduler to prepare, terms to end. Does not know: streams, why a process is
-lost.
-
-A newcomer has loaded its weights before the scheduler hears of it. So one that fails changes
-nothing, and the pause is that of a term alone.
+A newcomer has loaded its weights before the term ends, so the pause is short.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from nanocp.values.plan import SeatsWanted
 
 
 class SeatChanges:
-    """The way from the seats that serve to those that are wanted."""
+    """The change from serving seats to wanted ones."""
 
     def __init__(
         self,
@@ -46,10 +41,7 @@ class SeatChanges:
         """Whether a term has served. Until then every process is under way."""
 
     def want(self, seats: Sequence[int], by: str) -> Future[None]:
-        """Let the cluster have other seats; returns what is done when they serve.
-
-        See Seats.ask. It fails, and nothing changes, if processes to come have no room.
-        """
+        """Change the seats, as Seats.ask; it fails if processes to come have no room."""
         asked = self.seats.ask(seats, by)
         absent = {*self._terms.those(Standing.ABSENT)} & {self._instances[seat] for seat in seats}
         num_new = len(absent) - sum(map(self._replacements.is_coming, absent))
@@ -59,12 +51,11 @@ class SeatChanges:
         return asked
 
     def undo(self) -> None:
-        """Let the cluster have the seats that it had before. Raises ValueError: see Seats.undo."""
+        """Return to the earlier seats. Raises ValueError: see Seats.undo."""
         self.seats.undo("the change was undone")
         self.go_on()
 
     def _start(self, seat: int) -> None:
-        """Start another process for a seat that has none, or whose process is lost."""
         member = self._instances[seat]
         self._replacements.replace(
             member,
@@ -73,7 +64,7 @@ class SeatChanges:
         )
 
     def newcomer_lost(self, member: Member, message: str) -> None:
-        """A process that is not in the term is lost; another one may be started."""
+        """Record the loss of a process outside the term; another may be started."""
         seat = self._instances.index(member)
         left = [self._instances.index(each) for each in self._terms.present if each != member]
         if seat in self.seats.wanted and self.seats.failed(seat, left, message):
@@ -86,7 +77,7 @@ class SeatChanges:
         self.go_on()
 
     def go_on(self) -> None:
-        """Take the next step, now that a seat, a wish or the term has changed."""
+        """Take the next step after a seat, a wish or the term has changed."""
         if not self._has_begun:
             return
         for seat, member in enumerate(self._instances):
@@ -102,7 +93,6 @@ class SeatChanges:
         self.seats.serve(serving)
 
     def _fill_or_empty(self, seat: int, member: Member) -> None:
-        """Start the process of a seat that is wanted, let one go that is not."""
         standing, is_coming = self._terms.standing[member], self._replacements.is_coming(member)
         if seat in self.seats.wanted:
             if standing is Standing.ABSENT and not is_coming:
@@ -117,7 +107,7 @@ class SeatChanges:
             self._replacements.kill(member)
 
     def term_ended(self) -> None:
-        """Whatever was prepared is void."""
+        """Drop all preparations."""
         self._is_preparing = None
 
     def term_began(self) -> None:
@@ -126,7 +116,7 @@ class SeatChanges:
         self.go_on()
 
     def settled(self) -> None:
-        """The scheduler has brought the term to its end: the next one has the prepared seats."""
+        """Begin the next term on the prepared seats."""
         if self._terms.is_serving and self._is_preparing is not None:
             seats = [self._instances[seat] for seat in self._is_preparing]
             self._terms.change(seats, keeps_rows=True)

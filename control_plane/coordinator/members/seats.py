@@ -1,8 +1,4 @@
-"""Seats: which are wanted, how many must serve, which do after a loss, and where experts are.
-
-Enters: the number of experts, seats that have a process, an operator's wishes. Leaves: seats of the
-next term, and the expert table for them. Does not know: processes, streams, terms' numbers.
-"""
+"""Seats: those wanted, those that must serve, those after a loss, and the place of experts."""
 
 from __future__ import annotations
 
@@ -24,13 +20,13 @@ class SeatsNow:
     serving: tuple[int, ...]
     """With a process that is in the term, or joins it; ascending."""
     starting: tuple[int, ...]
-    """Wanted, and not in the term: a process loads, or waits for the next term."""
+    """Wanted seats whose process loads, or waits for the next term."""
     leaving: tuple[int, ...]
-    """In the term and not wanted: what is there moves away."""
+    """Unwanted seats in the term."""
     empty: tuple[int, ...]
     """Neither wanted nor in the term."""
     fewest: int
-    """How many must serve, so that every expert is somewhere."""
+    """Seats that must serve, so that every expert is somewhere."""
     is_serving: bool
     """Whether a term serves; False during a recovery."""
     asked_by: str = ""
@@ -42,7 +38,7 @@ class SeatsNow:
         return tuple(sorted({*self.serving, *self.starting} - {*self.leaving}))
 
     def states(self) -> tuple[str, ...]:
-        """A word for each seat: serving, draining, loading or empty."""
+        """Return a word for each seat: serving, draining, loading or empty."""
         words = dict.fromkeys(self.serving, "serving") | dict.fromkeys(self.leaving, "draining")
         words |= dict.fromkeys(self.starting, "loading") | dict.fromkeys(self.empty, "empty")
         return tuple(words[seat] for seat in sorted(words))
@@ -50,16 +46,15 @@ class SeatsNow:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Other seats that somebody asked for, until they serve, or the change fails or is undone."""
+    """A requested change of seats, until it is done, failed or undone."""
 
     by: str
     before: list[int]
     """Seats that were wanted before."""
     done: Future[None] = field(default_factory=Future)
-    """Awaited by who asked. Once it is done, with or without success, others may ask."""
+    """Once it is done, with or without success, others may ask."""
 
     def fail(self, reason: str) -> None:
-        """Tell who asked, if it still waits."""
         if not self.done.done():
             self.done.set_exception(RuntimeError(reason))
 
@@ -84,18 +79,17 @@ class Seats:
         self._table: ExpertTable | None = None
 
     def to_go_on(self, left: Collection[int]) -> list[int]:
-        """The seats of the next term after a loss, where those `left` have a process.
+        """Return the next term's seats after a loss: those `left`, if they hold all experts.
 
-        They go on alone if they have slots for all experts. Else all that are wanted are waited
-        for.
+        Else all wanted ones are awaited.
         """
         enough = len(left) >= self.fewest
         return sorted(left) if enough else sorted({*self.wanted, *left})
 
     def target(self, serving: Sequence[int], ready: Iterable[int]) -> tuple[int, ...]:
-        """The seats of the next planned term: those wanted that serve, or are ready to join.
+        """Return the next planned term's seats: wanted ones that serve, or are ready to join.
 
-        What is not wanted stays while the others could not serve without it, or have no row yet.
+        Unwanted ones stay while the others could not serve without them, or have no row yet.
         """
         target = {*serving, *ready} & {*self.wanted}
         if len(target) < self.fewest or target.isdisjoint(serving):
@@ -103,10 +97,10 @@ class Seats:
         return tuple(sorted(target))
 
     def ask(self, seats: Sequence[int], by: str) -> Future[None]:
-        """Let somebody ask for other seats; returns what is done when they serve.
+        """Request other seats; the result is done when they serve.
 
-        by: who asks, for those who ask meanwhile. Cancelling what is returned ends only the wait.
-        Raises ValueError if they cannot serve, or if somebody waits for another change.
+        by: the name shown to others. Raises ValueError if they cannot serve, or if another change
+        is awaited.
         """
         num = self._cluster.num_instances
         wrong = [seat for seat in seats if not 0 <= seat < num]
@@ -134,7 +128,7 @@ class Seats:
         return self._change.done
 
     def serve(self, seats: Sequence[int]) -> None:
-        """A term serves with these seats."""
+        """Record that a term serves with these seats."""
         for seat in seats:
             self._failures.pop(seat, None)
         if self._change is not None and list(seats) == self.wanted:
@@ -143,10 +137,7 @@ class Seats:
             self._change = None
 
     def undo(self, reason: str) -> None:
-        """Let the seats serve that were wanted before the change that is under way.
-
-        Raises ValueError if none is.
-        """
+        """Want the seats before the change again. Raises ValueError if none is under way."""
         if self._change is None:
             raise ValueError(f"no change is under way; seats {self.wanted} are wanted")
         change, self._change = self._change, None
@@ -154,14 +145,14 @@ class Seats:
         change.fail(f"{reason}; the cluster is as it was")
 
     def end(self, reason: str) -> None:
-        """The cluster ends: nobody waits for a change any more."""
+        """End the wait for a change, since the cluster ends."""
         if self._change is not None:
             self._change.fail(reason)
 
     def failed(self, seat: int, left: Collection[int], message: str) -> bool:
-        """A process for a seat failed before it joined a term; returns whether another is to come.
+        """Record a process that failed before it joined a term; return whether another is to come.
 
-        A change that brings the seat fails at once, and changes nothing. left: see leave_out.
+        A change that brings the seat fails at once. left: see leave_out.
         """
         if self._change is not None and seat not in self._change.before:
             self.undo(message)
@@ -170,9 +161,9 @@ class Seats:
         return self._failures[seat] < MAX_FAILURES or not self.leave_out(seat, left, message)
 
     def leave_out(self, seat: int, left: Collection[int], message: str) -> bool:
-        """Leave a seat empty whose processes fail again and again; False if it cannot be.
+        """Leave a seat empty whose processes keep failing; False if the others cannot serve.
 
-        left: seats that have a process; they must be able to serve. A change fails with it.
+        left: seats that have a process; they must be able to serve.
         """
         if len(left) < self.fewest:
             return False
@@ -183,7 +174,7 @@ class Seats:
         return True
 
     def now(self, serving: Sequence[int], is_serving: bool) -> SeatsNow:
-        """The seats of which these are in the term, for an operator. is_serving: see SeatsNow."""
+        """Return the state of the seats, for an operator. is_serving: see SeatsNow."""
         all_seats = range(self._cluster.num_instances)
         return SeatsNow(
             serving=tuple(serving),
@@ -196,7 +187,7 @@ class Seats:
         )
 
     def table(self, seats: Sequence[int]) -> ExpertTable:
-        """Place the experts on these seats; as few as possible are loaded anew."""
+        """Place the experts on these seats; few are loaded anew."""
         self._table = place_experts(
             self._num_experts,
             self._cluster.num_instances,

@@ -1,8 +1,4 @@
-"""The start of a cluster: which members are ready, until every one is.
-
-Enters: members that are ready, reasons why the start fails. Leaves: the end of a wait. Does not
-know: streams, processes, terms.
-"""
+"""The start of a cluster, until every member is ready."""
 
 from __future__ import annotations
 
@@ -24,13 +20,13 @@ class Start:
         self._expected = expected
         self._timeout_ms = timeout_ms
         self._ready: dict[Member, Sequence[str]] = {}
-        """What each member that is ready has chosen."""
+        """Choices at start-up of each ready member."""
         self._done: Future[None] = Future()
         self.progress: Callable[[str], None] = lambda sentence: None
         """Called for each member that becomes ready."""
 
     def wait(self) -> dict[Member, tuple[str, ...]]:
-        """Wait for every member, from any thread; returns what each chose at start-up.
+        """Wait for every member, from any thread; return each one's choices.
 
         Raises StartError naming the members that failed or are late.
         """
@@ -44,16 +40,16 @@ class Start:
 
     @property
     def is_over(self) -> bool:
-        """Whether every member has been ready at one time, or the start has failed."""
+        """Return whether the start has succeeded or failed."""
         return self._done.done()
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether every member has been ready at one time."""
+        """Return whether all members have been ready at one time."""
         return self.is_over and self._done.exception() is None
 
     def ready(self, member: Member, chosen: Sequence[str]) -> None:
-        """The member is ready, and has chosen this."""
+        """Record that the member is ready, with its choices."""
         self._ready[member] = chosen
         if not self.is_over:
             self.progress(f"{len(self._ready)} of {len(self._expected)} processes are ready")
@@ -61,11 +57,11 @@ class Start:
                 self._done.set_result(None)
 
     def again(self, members: Collection[Member]) -> None:
-        """These must become ready once more, unless the start is over."""
+        """Wait for these members once more, unless the start is over."""
         if not self.is_over:
             for member in members:
                 self._ready.pop(member, None)
 
     def fail(self, message: str) -> None:
-        """The cluster does not start, for this reason."""
+        """Fail the start for this reason."""
         self._done.set_exception(StartError(message))

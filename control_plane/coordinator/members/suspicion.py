@@ -1,8 +1,4 @@
-"""Suspicion: which instance is lost when another says that it cannot go on.
-
-Enters: what members say of their peers, windows that are overdue. Leaves: the instance that is lost
-for it, at the root of the waits. Does not know: streams, processes, what follows a loss.
-"""
+"""Suspicion: the choice of the lost instance when another cannot continue."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ from control_plane.coordinator.members.terms import Terms
 from nanocp.values.members import Member, Suspect
 
 _GONE_MS = 1000
-"""A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
+"""Longest time for other means to notice a process that a peer calls gone."""
 
 
 class Suspicion:
-    """Whom to lose in the present term. Used from the controller's thread."""
+    """Chooses the instance to lose. Used from the controller's thread."""
 
     def __init__(
         self,
@@ -35,16 +31,16 @@ class Suspicion:
         self._lose = lose
 
     def blame(self, instances: Sequence[int], message: str) -> None:
-        """These instances do not go on: lose those at the root of their waits.
+        """Lose the instances at the root of these instances' waits.
 
-        message: says of one of them, by the prefix of its name, what it did not do.
+        message: follows the name of one of them.
         """
         members = [Member("instance", instance) for instance in instances]
         for member in {self._heartbeats.root(member): None for member in members}:
             self._lose(member, f"{member} {message}", "stuck")
 
     def suspected(self, member: Member, suspect: Suspect, term: int) -> None:
-        """A member's wait for an instance failed, and it cannot go on in this term."""
+        """Record that a member cannot continue: its wait for an instance failed."""
         if term != self._terms.number or not self._terms.may_be_joined:
             return
         message = f"{member}: {suspect.message}"

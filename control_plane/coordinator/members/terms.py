@@ -1,10 +1,6 @@
-"""Terms: where each seat stands, and the way from one term to the next (protocol.md, terms).
+"""Terms: the standing of each seat, and the way from one term to the next (protocol.md, terms).
 
-Enters: instances that are here, have left, have joined or are lost. Leaves: which to ask to leave,
-when all are to join, when the next term has begun. Does not know: streams, processes, windows,
-requests, time.
-
-A loss on the way begins the next term at its first step again: there is no second path.
+A loss on the way begins it again.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from nanocp.values.members import Member
 
 
 class Standing(Enum):
-    """Where the process of a seat stands."""
+    """The standing of a seat's process."""
 
     ABSENT = "it has not said hello"
     OUT = "it is in no term"
@@ -27,23 +23,23 @@ class Standing(Enum):
 
 
 class TermSteps(Protocol):
-    """What is done on the way from term to term. Called from the controller's thread."""
+    """Actions on the way from term to term. Called from the controller's thread."""
 
     def ask_to_leave(self, instance: Member) -> None:
-        """The term is over for this instance, which still may be in it."""
+        """End the term for this instance, which may still be in it."""
 
     def ask_to_join(self) -> None:
-        """Every instance of `seats` is here, and none in a term: they are to join the next one."""
+        """Ask every instance of `seats` to join the next term; none is in one."""
 
     def term_began(self) -> None:
-        """Every instance is in the term."""
+        """Record that every instance is in the term."""
 
     def term_ended(self) -> None:
-        """The term that served is over."""
+        """Record that the term that served is over."""
 
 
 class Terms:
-    """The seats of one cluster, and the number of its term. Used from the controller's loop."""
+    """The seats of one cluster, and the number of its term."""
 
     def __init__(
         self,
@@ -51,71 +47,68 @@ class Terms:
         steps: TermSteps,
         waits_for: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """waits_for: called with what the next term waits for, one of metric_families.PHASES."""
+        """waits_for: called with the phase that the next term waits for (metric_families)."""
         self._steps = steps
         self._waits_for = waits_for
         self.number = 0
-        """The number of the term that serves or is being joined; 0 before the first."""
+        """Number of the term that serves or is being joined; 0 before the first."""
         self.is_serving = False
         """Whether the term has begun and is not over."""
         self.standing = dict.fromkeys(instances, Standing.ABSENT)
         self.seats = list(instances)
-        """Instances of the term, or of the next one while it is being joined; ascending."""
+        """Instances of the term, or of the one being joined; ascending."""
         self.keeps_rows = False
-        """Whether the term takes over the rows of the last one, which came to its end in order."""
+        """True if the last term ended in order and its rows continue."""
 
     @property
     def may_be_joined(self) -> bool:
-        """Whether the term has an exchange to join: it serves, or is about to."""
+        """Return whether the term has an exchange to join."""
         return self.number > 0 and all(
             self.standing[each] in (Standing.JOINING, Standing.IN) for each in self.seats
         )
 
     @property
     def present(self) -> list[Member]:
-        """Instances that have a process, ascending."""
+        """The instances that have a process, ascending."""
         return [each for each, where in self.standing.items() if where is not Standing.ABSENT]
 
     def arrived(self, instance: Member) -> None:
-        """A process for the seat has said hello."""
+        """Record that a process for the seat has said hello."""
         self.standing[instance] = Standing.OUT
         self._advance()
 
     def has_left(self, instance: Member, term: int) -> None:
-        """The instance has forgotten the term."""
+        """Record that the instance has forgotten the term."""
         if self.standing[instance] is Standing.LEAVING and term == self.number:
             self.standing[instance] = Standing.OUT
             self._advance()
 
     def has_joined(self, instance: Member, term: int) -> None:
-        """The instance is attached to all others in the term."""
+        """Record that the instance is attached to all others in the term."""
         if self.standing[instance] is Standing.JOINING and term == self.number:
             self.standing[instance] = Standing.IN
             self._advance()
 
     def lost(self, instance: Member, seats: Sequence[Member]) -> None:
-        """The process of a seat of the term is gone for good: the term is over.
-
-        seats: the instances of the next term.
-        """
+        """End the term: a seat's process is gone. seats: for the next term."""
         self.standing[instance] = Standing.ABSENT
         self.change(seats)
 
     def change(self, seats: Sequence[Member], keeps_rows: bool = False) -> None:
-        """The term is over; these instances join the next one.
+        """End the term; these instances join the next one.
 
-        keeps_rows: whether the scheduler has brought the term to its end.
+        keeps_rows: the scheduler has brought the term to its end.
         """
         self.seats = list(seats)
         self.end(keeps_rows)
 
     def gone(self, instance: Member) -> None:
-        """The seat's process, which is not in the term, is gone: nobody waits for it to leave."""
+        """Stop waiting for a process outside the term, which is gone."""
         self.standing[instance] = Standing.ABSENT
         self._advance()
 
     def end(self, keeps_rows: bool = False) -> None:
-        """The term is over: every instance leaves it, and those of `seats` join another."""
+        """End the term; the instances of `seats` join another."""
         self.keeps_rows = keeps_rows
         if self.is_serving:
             self.is_serving = False

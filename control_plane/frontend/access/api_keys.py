@@ -1,10 +1,4 @@
-"""Keys: which clients a service with keys answers, and which operators.
-
-Enters: keys, a call's header. Leaves: yes or no, or who it is. Does not know: HTTP, gRPC, what is
-asked.
-
-A key is sent as `Authorization: Bearer KEY`, over HTTP and in gRPC's metadata.
-"""
+"""Keys of clients and operators, sent as `Authorization: Bearer KEY` over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -33,10 +27,10 @@ class ApiKeys:
     """The keys in service.api_keys and api_keys_file. Without any, every client is answered."""
 
     field = "api_keys_file"
-    """The setting that names the file."""
+    """Setting that names the file."""
 
     def __init__(self, keys: Sequence[str], file: str = "") -> None:
-        """file: see ServiceConfig.api_keys_file. Raises ValueError if it has no keys to be used."""
+        """file: see ServiceConfig.api_keys_file. Raises ValueError if it has no valid keys."""
         self._own = tuple(_digest(key) for key in keys)
         self._file = Path(file) if file else None
         self._stamp: tuple[int, int] | None = None
@@ -48,7 +42,6 @@ class ApiKeys:
 
     @property
     def _digests(self) -> tuple[bytes, ...]:
-        """Digests of the keys that are valid now."""
         now_s = time.monotonic()
         if self._file is not None and now_s - self._looked_s > _LOOK_S:
             self._looked_s = now_s
@@ -59,7 +52,7 @@ class ApiKeys:
         return (*self._own, *self._of_file)
 
     def _read_again(self, file: Path) -> None:
-        """Take the keys of the changed file; the former ones stay if it has none to be used."""
+        """Read the changed file; keep the former keys if it has no valid ones."""
         try:
             self._of_file = self._keys_in(file)
         except ValueError as error:
@@ -69,7 +62,7 @@ class ApiKeys:
             logger.info("%s has changed; valid keys: %d (%s)", file, num_keys, self.field)
 
     def _keys_in(self, file: Path) -> dict[bytes, str]:
-        """Digest -> name of the file's keys. Raises ValueError if it has none, or a wrong one."""
+        """Return digest -> name of the file's keys. Raises ValueError for none, or a wrong one."""
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -83,25 +76,21 @@ class ApiKeys:
         return {_digest(key): name for name, key in map(self._parts_of, lines)}
 
     def _parts_of(self, line: str) -> tuple[str, str]:
-        """Name and key in a line."""
         return "", line
 
     def tenant(self, authorization: str | None, user: str = "") -> str:
-        """Whose request it is: the digest of its key; without keys the user that it names."""
+        """Return the digest of the request's key; without keys its user."""
         if not self._digests:
             return user[:_MAX_USER]
         return _digest((authorization or "").partition(" ")[2]).hex()[:16]
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether a client that sends this header is answered."""
+        """Return whether a client that sends this header is answered."""
         digests = self._digests
         return not digests or self._found(authorization, digests) is not None
 
     def _found(self, authorization: str | None, digests: Sequence[bytes]) -> bytes | None:
-        """Which of the digests the header's key has.
-
-        Takes as long for a nearly right key as for a wrong one.
-        """
+        """Return the digest of the header's key, if it is one of these, in constant time."""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key) if scheme.lower() == "bearer" else b""
         found = [digest for digest in digests if hmac.compare_digest(given, digest)]
@@ -109,28 +98,28 @@ class ApiKeys:
 
 
 class OperatorKeys(ApiKeys):
-    """The keys in service.operator_keys_file: of those who see and change the whole cluster.
+    """The keys in service.operator_keys_file, for people who see and change the whole cluster.
 
-    A service with keys of any kind asks for one; without the file nobody has one.
+    A service with any keys asks for one.
     """
 
     field = "operator_keys_file"
 
     def __init__(self, service: ServiceConfig) -> None:
-        """Raises ValueError if the file has no keys to be used."""
+        """Raises ValueError if the file has no valid keys."""
         super().__init__((), service.operator_keys_file)
         self._has_keys = service.has_keys
         self._is_public = service.public_status
 
     def _parts_of(self, line: str) -> tuple[str, str]:
-        """The key is the last word, and what stands before it says whose it is."""
+        """The key is the last word, after the operator's name."""
         name, _, key = line.rpartition(" ")
         return name.strip() or f"operator {_digest(key).hex()[:8]}", key
 
     def who(self, authorization: str | None) -> str | None:
-        """Name the operator that sends this header; None if it is none's.
+        """Return the name of the operator that sends this header; None for others.
 
-        In a service without keys everyone is an operator, without a name.
+        Without keys everyone is an operator, without a name.
         """
         if not self._has_keys:
             return ""
@@ -138,12 +127,11 @@ class OperatorKeys(ApiKeys):
         return None if found is None else self._of_file[found]
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether who sends this header may read metrics and the cluster's data."""
+        """Return whether the sender may read metrics and the cluster's data."""
         return self._is_public or self.who(authorization) is not None
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What changes when the file does; None if there is none."""
     try:
         status = file.stat()
     except OSError:

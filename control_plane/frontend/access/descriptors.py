@@ -1,8 +1,4 @@
-"""How many connections clients may have, so that descriptors are left for all else.
-
-Enters: the process's limit of open files, a configuration. Leaves: numbers, a listener that keeps
-to them. Does not know: requests.
-"""
+"""The bound on clients' connections, so that descriptors are left for all else."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from nanocp.config.service import ServiceConfig
 _WANTED = 65_536
 """Descriptors that are asked of the system."""
 _RESERVED, _OF_MEMBER = 128, 8
-"""Descriptors that no client gets: for the status port, files and logs, and for each instance."""
+"""Descriptors kept from clients: for the status port, files and logs, and for each instance."""
 _SAY_S = 1.0
 """Shortest time between two warnings."""
 
@@ -27,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 def raise_limit() -> None:
-    """Let this process and those it starts open as many files as the system allows them."""
+    """Raise the limit of open files of this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < (wanted := min(hard, _WANTED)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def max_connections(service: ServiceConfig, num_instances: int) -> int:
-    """Most connections at each API of one front end, by the limit of open files.
+    """Return the most connections at each API by the limit of open files.
 
-    Raises ValueError if the limit of open files leaves none.
+    Raises ValueError if that leaves none.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_kinds = 3 if service.ssl_certfile else 2  # HTTP, gRPC, and those in a TLS handshake
@@ -49,10 +45,9 @@ def max_connections(service: ServiceConfig, num_instances: int) -> int:
 
 
 class Listener(socket.socket):
-    """Closes at once what would take a descriptor of the last that are reserved.
+    """Closes at once a connection that would take a reserved descriptor.
 
-    The event loop would not stop to report that no descriptor is left. Of too many connections that
-    have not begun, such as those in a TLS handshake, the oldest is cut.
+    Of too many connections that have not begun, such as TLS handshakes, the oldest is cut.
     """
 
     most = 0
@@ -61,18 +56,18 @@ class Listener(socket.socket):
     _said_s = float("-inf")
 
     def keep_for(self, service: ServiceConfig, num_instances: int) -> None:
-        """Keep half of what is reserved, and a share of the rest for those that have not begun."""
+        """Keep half of the reserve, and a share for connections that have not begun."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = limit - (_RESERVED + _OF_MEMBER * num_instances) // 2
         self._most_waiting = max_connections(service, num_instances)
         self._waiting: dict[int, socket.socket] = {}
 
     def began(self, descriptor: int) -> None:
-        """The connection with this descriptor is another's to bound from now on."""
+        """Stop counting this descriptor's connection as one that has not begun."""
         self._waiting.pop(descriptor, None)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, or raise ConnectionAbortedError, which event loops pass over."""
+        """Accept a connection, or raise ConnectionAbortedError, which event loops ignore."""
         connection, address = super().accept()
         if (descriptor := connection.fileno()) < self.most:
             self.began(descriptor)  # One that had it before is closed.

@@ -1,7 +1,4 @@
-"""TLS at both APIs: one certificate, and clients' certificates if they are asked for.
-
-Enters: file names. Leaves: what gRPC and uvicorn take. Does not know: ports, requests.
-"""
+"""TLS at both APIs: one certificate, and clients' certificates if configured."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _RENEW_S = 2.0
 
 
 def check_tls(service: ServiceConfig) -> None:
-    """Raise ValueError, naming the key, for files that cannot be used; warn of an open key file."""
+    """Raise ValueError, naming the key, for unusable files; warn of an open key file."""
     if not service.ssl_certfile:
         return
     _check_files(service)
@@ -33,7 +30,6 @@ def check_tls(service: ServiceConfig) -> None:
 
 
 def _check_files(service: ServiceConfig) -> None:
-    """Raise ValueError naming the file that cannot be read or used, or the two that are no pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, roots = service.ssl_certfile, service.ssl_keyfile, service.ssl_ca_certs
     what = ""
@@ -52,17 +48,14 @@ def _check_files(service: ServiceConfig) -> None:
 
 
 class RenewedFiles:
-    """Notices that the certificate or its key was renewed. One for each that uses them."""
+    """Notices that the certificate or its key was renewed. Each user has its own."""
 
     def __init__(self, service: ServiceConfig) -> None:
         self._service = service
         self._stamps = self._now()
 
     def have_changed(self) -> bool:
-        """Whether the files are others than at the latest call, and can be used.
-
-        A renewal may write one after the other: what is no pair yet is looked at again.
-        """
+        """Return whether the files have changed since the last call, and are a usable pair."""
         stamps = self._now()
         if stamps == self._stamps:
             return False
@@ -82,7 +75,6 @@ class RenewedFiles:
 
 
 def _changed_ns(path: str) -> int:
-    """When the file was changed; 0 if there is none."""
     try:
         return Path(path).stat().st_mtime_ns if path else 0
     except OSError:
@@ -90,7 +82,7 @@ def _changed_ns(path: str) -> int:
 
 
 def server_credentials(service: ServiceConfig) -> grpc.ServerCredentials | None:
-    """Credentials of the gRPC port; None without TLS. New connections get renewed certificates."""
+    """Return credentials of the gRPC port, with renewal; None without TLS."""
     if not service.ssl_certfile:
         return None
     renewed = RenewedFiles(service)
@@ -109,7 +101,7 @@ def _grpc_configuration(service: ServiceConfig) -> Any:
 
 
 async def renew_for_ever(service: ServiceConfig, context: ssl.SSLContext) -> None:
-    """Load a renewed certificate into the HTTP server's context: new connections get it."""
+    """Load renewed certificates into the HTTP server's context, for new connections."""
     renewed = RenewedFiles(service)
     while True:
         await asyncio.sleep(_RENEW_S)
@@ -121,7 +113,7 @@ async def renew_for_ever(service: ServiceConfig, context: ssl.SSLContext) -> Non
 
 
 def uvicorn_options(service: ServiceConfig) -> dict[str, Any]:
-    """Options of the HTTP server; none without TLS."""
+    """Return options of the HTTP server; none without TLS."""
     if not service.ssl_certfile:
         return {}
     return {

@@ -1,10 +1,6 @@
-"""Which instance generates which token of a request: no other may deliver it.
+"""The instance that generates each token of a request: no other may deliver it.
 
-Enters: placements, and where a request goes on after a preemption. Leaves: the instance of each
-token. Does not know: streams, what a token says.
-
-A placement reaches the front end before its plan leaves the controller, so it is known before any
-token that it allows.
+Its placement reaches the front end before the token.
 """
 
 from __future__ import annotations
@@ -22,16 +18,15 @@ class TokenOwners:
         self._prompt_len = prompt_len
         self._steps_per_window = steps_per_window
         self._num_known = 0
-        """Output tokens that the request had when its row started, or started again."""
+        """Output tokens when the row last started."""
         self._bindings: list[tuple[int, int, int]] = []
         """(least and most index of its first token, instance), ascending."""
 
     def placed(self, placement: Placement) -> None:
         """Take the MoE binding of the latest placement.
 
-        A row changes its MoE binding between two windows. `placement.num_tokens` is its length
-        after the first window at the new one, or all that it can ever have: what the old one
-        generated before are whole windows. With drafts only bounds are known: placement.begins.
+        `placement.num_tokens` is the row's length after the first window at the new binding, or its
+        final length. With drafts there are only bounds: placement.begins.
         """
         if self._bindings and self._bindings[-1][2] == placement.moe_binding:
             return
@@ -46,17 +41,17 @@ class TokenOwners:
         self._bindings.append((least, most, placement.moe_binding))
 
     def begin_attempt(self, num_known: int) -> None:
-        """The request is submitted again with this many output tokens, and not placed yet."""
+        """Begin another attempt with this many output tokens, not placed yet."""
         self._num_known = num_known
         self._bindings.clear()
 
     def of(self, index: int) -> int | None:
-        """The last instance that may generate the output token; None if it is not placed."""
+        """Return the last instance that may generate the token; None if not placed."""
         number = bisect_right(self._bindings, index, key=itemgetter(0))
         return self._bindings[number - 1][2] if number else None
 
     def may_generate(self, index: int, instance: int) -> bool:
-        """Whether the instance may generate the output token."""
+        """Return whether the instance may generate the output token."""
         end = index + 1
         for least, most, binding in reversed(self._bindings):
             if binding == instance and least <= index < end:

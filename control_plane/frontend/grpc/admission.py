@@ -1,8 +1,4 @@
-"""What every call of the clients' services passes before its method: the API key, and reading.
-
-Enters: calls as bytes. Leaves: the same calls with their message, or a refusal. Does not know: what
-they say. Other services, such as health, need no key: probes have none.
-"""
+"""Steps before every method of the clients' gRPC services: the API key, and decoding."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ _SERVICES = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 class AdmitCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls without a key, and those that are no valid protobuf message.
 
-    gRPC itself would answer INTERNAL to these, as if the service had failed. The methods of the
-    clients' services all take one message.
+    gRPC itself would answer INTERNAL, as if the service had failed.
     """
 
     def __init__(self, keys: ApiKeys) -> None:

@@ -1,8 +1,4 @@
-"""The front end's gRPC services: Inference and Control for clients, TokenSink for members.
-
-Enters: messages of inference.proto and TokenBatch. Leaves: responses, or a status with a sentence.
-Does not know: threads, ports, how a request is placed or decoded.
-"""
+"""The front end's gRPC services: Inference and Control for clients, TokenSink for members."""
 
 from __future__ import annotations
 
@@ -63,7 +59,7 @@ _PROMPT_LOGPROBS_PER_MESSAGE = 1024
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Generate and GenerateUnary: the same request, answered as a stream or at once."""
+    """Generate and GenerateUnary: an answer as a stream or at once."""
 
     def __init__(self, open_requests: OpenRequests, keys: ApiKeys) -> None:
         self._open_requests = open_requests
@@ -73,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _begun(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str
     ) -> AsyncIterator[OpenRequest]:
-        """The request, whose id is sent before any message; if it fails, the call is aborted."""
+        """Send the id before any message; abort the call if the request fails."""
         defaults = self._open_requests.limits.default_sampling
         try:
             asked = _client_request(request, context, endpoint, self._keys, defaults)
@@ -87,7 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Stream an answer. Cancellation reaches this frame at once, because it does not yield."""
+        """Stream an answer. Cancellation reaches this frame, because it does not yield."""
         async with self._begun(request, context, "Generate") as open_request:
             request_id = open_request.request_id
             prompt_logprobs = [*map(_logprobs, await open_request.prompt_logprobs())]
@@ -121,7 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
-    """Write a message. Raises RequestError if the client reads nothing for UNREAD_TIMEOUT_S.
+    """Raises RequestError if the client reads nothing for UNREAD_TIMEOUT_S.
 
     Keepalive proves only that the client's connection is alive.
     """
@@ -141,10 +137,7 @@ def _client_request(
     keys: ApiKeys,
     defaults: Mapping[str, Any],
 ) -> ClientRequest:
-    """Read a message. defaults: of sampling fields.
-
-    Raises RequestError if it has no prompt, or an id that is too long.
-    """
+    """defaults: of sampling fields. Raises RequestError without a prompt, or for a long id."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError(FinishReason.INVALID, "prompt is absent; give either text or token_ids")
@@ -181,7 +174,6 @@ def _resume(message: pb.Resume) -> Resume:
 
 
 def _fields(open_request: OpenRequest, output: ChoiceOutput) -> dict[str, Any]:
-    """Fields that a GenerateResponse and a Choice have in common."""
     return {
         "index": output.index,
         "token_ids": output.token_ids,
@@ -234,7 +226,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
         self._began_s = time.monotonic()
 
     def opened(self, load: Callable[[], ClusterLoad], front_ends: Sequence[str]) -> None:
-        """The cluster has started, with these front ends."""
+        """Record that the cluster has started, with these front ends."""
         self._load, self._front_ends = load, front_ends
 
     async def Abort(
@@ -309,7 +301,7 @@ class TokenSinkServicer:
         """The member that computes the log probabilities of prompts."""
 
     def methods(self) -> grpc.GenericRpcHandler:
-        """The method that members dial."""
+        """Return the method that members dial."""
         deliver = grpc.stream_unary_rpc_method_handler(self._deliver)
         return grpc.method_handlers_generic_handler(TOKEN_SINK, {"Deliver": deliver})
 
@@ -328,7 +320,7 @@ class TokenSinkServicer:
         return b""
 
     def _take(self, sender: str, batch: TokenBatch) -> None:
-        """Raises PermissionError for what is not the sender's."""
+        """Raises PermissionError for tokens that are not the sender's."""
         if batch.tokens:
             if sender != str(Member("instance", batch.instance)):
                 raise PermissionError(f"{sender} delivered tokens of instance {batch.instance}")

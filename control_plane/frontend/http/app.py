@@ -1,8 +1,4 @@
-"""The endpoints: OpenAI's, and those that vLLM has beside them.
-
-Enters: HTTP requests. Leaves: responses. Does not know: sockets, threads, how a request is placed
-or decoded.
-"""
+"""The endpoints of the HTTP API: OpenAI's and vLLM's."""
 
 from __future__ import annotations
 
@@ -76,7 +72,7 @@ from control_plane.observe.status_server import (
 )
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""One half of a surrogate pair in JSON, which is a character only together with the other half."""
+"""One half of a surrogate pair in JSON, which is a character only with the other half."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request is invalid."},
     "503": {
@@ -88,7 +84,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ApiParts:
-    """What the endpoints use."""
+    """Values that the endpoints use."""
 
     open_requests: OpenRequests
     model: ServedModel
@@ -105,9 +101,9 @@ class ApiParts:
 def build_app(
     parts: ApiParts, max_body_bytes: int, keys: ApiKeys, cors_origins: Sequence[str] = ()
 ) -> FastAPI:
-    """The application. A request with more than `max_body_bytes` is refused with 413.
+    """Build the application.
 
-    cors_origins: see ServiceConfig.cors_origins.
+    Bodies above `max_body_bytes` get 413. cors_origins: see ServiceConfig.
     """
     # The framework's page at /docs would load scripts from elsewhere.
     app = FastAPI(
@@ -143,10 +139,7 @@ def build_app(
 
 
 async def _well_formed(request: Request) -> None:
-    """Refuse what the framework accepts: other kinds of content, and text that is not UTF-8.
-
-    Raises ApiError.
-    """
+    """Refuse other content types, and text that is not UTF-8. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -175,7 +168,6 @@ def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
     tokenizer = open_requests.tokenizer
 
     def named(prefix: str, request: GenerationRequest, http_request: Request) -> tuple[str, Origin]:
-        """The id of the response, and the request's origin. Raises ApiError."""
         check_model(request.model, model)
         request.check_supported()
         headers, path = http_request.headers, http_request.url.path

@@ -1,8 +1,4 @@
-"""HTTP connections with bounds: how many are open, and how long a client may take for a request.
-
-Enters: bytes of clients. Leaves: requests for the app, refusals, closed connections. Does not know:
-endpoints, sockets.
-"""
+"""HTTP connections with bounds on their number and on the time to send a request."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ _MAX_CROWDED = 32
 
 
 class Crowd:
-    """The connections of a server that are beyond its limit."""
+    """The connections of a server beyond its limit."""
 
     def __init__(self, most: int, began: Callable[[int], None]) -> None:
-        """most: connections within the limit. began: called with the descriptor of each."""
+        """most: the limit. began: called with the descriptor of each connection."""
         self._most = most
         self._began = began
         self._beyond: dict[BoundedProtocol, None] = {}
@@ -40,10 +36,7 @@ class Crowd:
         self._refusal = error_response(crowded)
 
     def enter(self, connection: BoundedProtocol) -> None:
-        """Refuse requests of the connection if it is beyond the limit.
-
-        Of many such connections the oldest is closed.
-        """
+        """Refuse a connection's requests beyond the limit; close the oldest of many."""
         self._began(connection.transport.get_extra_info("socket").fileno())
         if len(connection.connections) > self._most:
             connection.app = partial(self._answer_probes, connection.app)
@@ -71,9 +64,8 @@ class Crowd:
 class BoundedProtocol(HttpToolsProtocol):
     """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
 
-    A connection beyond the limit gets an error with Retry-After (uvicorn's own is no JSON and has
-    none), unless it asks for the service's health. An offer of another protocol (Upgrade) is
-    ignored, as RFC 9110, 7.8 allows.
+    Beyond the limit a connection gets an error with Retry-After, except for the service's health.
+    An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
     """
 
     def __init__(self, *args: Any, request_timeout_s: float, crowd: Crowd, **more: Any) -> None:
@@ -83,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._crowd = crowd
         self._timer: TimerHandle | None = None
         self._earlier: RequestResponseCycle | None = None
-        """The request before the one that is read: its response may still run."""
+        """Request before the one being read: its response may still run."""
         self._has_offer = False
 
     def connection_made(self, transport: Any) -> None:
@@ -102,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _read_again(self, rest: bytes) -> None:
-        """Read the same head without the offer: this parser takes a body for the offered."""
+        """Read the head again without the Upgrade offer, which hides the body from this parser."""
         version = self.parser.get_http_version().encode()
         head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
         for name, value in self.headers:
@@ -142,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._request_timeout_s, self._too_late)
 
     def _too_late(self) -> None:
-        """Cut the client, unless a response runs: what comes after it cannot be asked for yet."""
+        """Cut the client, unless a response runs."""
         if self._earlier is None or self._earlier.response_complete:
             self.transport.close()
         else:
@@ -154,7 +146,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def _until_closed(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer HTTP/1.0, which knows no chunks: without a length, the connection's end is the end."""
+    """Answer HTTP/1.0: without a length, closing the connection ends a response."""
     cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]
     is_open = False
 

@@ -1,8 +1,4 @@
-"""ClientRequests made of the bodies that OpenAI's API has.
-
-Enters: a validated body. Leaves: ClientRequests, or an ApiError naming the field. Does not know:
-tokens, limits of the model (control_plane.frontend.validation checks those for both APIs).
-"""
+"""ClientRequests made of the bodies of OpenAI's API, before control_plane.frontend.validation."""
 
 from __future__ import annotations
 
@@ -42,11 +38,11 @@ from control_plane.frontend.validation import check_request_id
 from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
-"""Default of a completion, as OpenAI's. A chat may go on to the model's length."""
+"""OpenAI's default for a completion. A chat may use the model's whole length."""
 _KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Kinds of structured_outputs."""
 _EFFORT, _THINKING = "reasoning_effort", ("enable_thinking", "thinking")
-"""Variables by which templates say whether the model reasons; as vLLM has the first one."""
+"""Template variables that turn reasoning on or off; the first one is vLLM's."""
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
@@ -60,10 +56,7 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
-    """The id of the response, and of its requests in the cluster.
-
-    An id in the header goes before one in the body. Raises ApiError.
-    """
+    """Return the id of the response, from the header, else from the body. Raises ApiError."""
     if request.request_id and not http_request.headers.get(REQUEST_ID_HEADER):
         http_request.state.request_id = request.request_id
     try:
@@ -76,7 +69,7 @@ def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> s
 def completion_requests(
     request: CompletionRequest, model: ServedModel, request_id: str, origin: Origin
 ) -> list[ClientRequest]:
-    """The requests of a completion, one for each prompt."""
+    """Return the requests of a completion, one for each prompt."""
     prompt = request.prompt
     # All elements of a list are of one kind.
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
@@ -115,7 +108,7 @@ def _max_tokens(request: CompletionRequest) -> int:
 async def chat_request(
     request: ChatRequest, model: ServedModel, request_id: str, origin: Origin
 ) -> tuple[ClientRequest, Callable[[], Parser] | None]:
-    """The request of a chat: its messages become a text. With it, what makes parsers (tools)."""
+    """Return the request of a chat with its text, and its maker of parsers."""
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     fields = _shared(request, model)
     has_format = "constraint_field" in fields
@@ -144,10 +137,9 @@ async def chat_request(
 
 
 def _reasoning(model: ServedModel, prompt: str, is_held: bool) -> Reasoning | None:
-    """What may come before an answer; None for a model that does not reason.
+    """is_held: the answer has a constraint.
 
-    is_held: whether the answer is held to a form. Then nothing comes before it if the prompt has
-    ended the reasoning; else the model may think again.
+    Then nothing comes before it if the prompt has ended the reasoning.
     """
     end = prompt.rstrip()
     if not model.has_reasoning or (is_held and end.endswith(THINK[1])):
@@ -156,7 +148,7 @@ def _reasoning(model: ServedModel, prompt: str, is_held: bool) -> Reasoning | No
 
 
 async def chat_prompt(request: TemplateFields, model: ServedModel) -> str:
-    """The text of the messages, rendered by the model's template. Raises ApiError."""
+    """Render the messages by the model's template. Raises ApiError."""
     if model.chat_template is None:
         raise ApiError(
             f"{model.name!r} has no chat template (chat_template.jinja, or chat_template in "
@@ -182,7 +174,7 @@ async def chat_prompt(request: TemplateFields, model: ServedModel) -> str:
 
 
 def _template_arguments(request: TemplateFields, model: ServedModel) -> dict[str, Any]:
-    """Variables for the template. Raises ApiError for a field that it would not read."""
+    """Raises ApiError for a field that the template would not read."""
     assert model.chat_template is not None
     read, extra = model.chat_template.variables, request.model_extra or {}
     arguments = dict(request.chat_template_kwargs or {})
@@ -208,7 +200,6 @@ def _template_arguments(request: TemplateFields, model: ServedModel) -> dict[str
 
 
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
-    """Fields of a ClientRequest that completions and chats have in common."""
     sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
     sampling.pop("max_tokens", None)  # A chat's default, which the validation has too.
     sampling |= {name: value for name in CONTROLS if (value := getattr(request, name)) is not None}
@@ -238,7 +229,7 @@ def _resume(body: ResumeBody) -> Resume:
 
 
 def _seed(seed: int | None) -> int | None:
-    """The seed. As in vLLM, -1 draws one, and other negative numbers are seeds too."""
+    """Draw a seed for -1; other negative numbers are seeds too, as in vLLM."""
     return None if seed in (None, -1) else seed % NUM_SEEDS
 
 
@@ -252,7 +243,7 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 
 def _constraint(request: GenerationRequest) -> dict[str, Any]:
-    """The constraint's fields of a ClientRequest; empty without one. Raises ApiError."""
+    """Raises ApiError."""
     form, outputs = request.response_format, request.structured_outputs
     if form is not None and form.type == "text":
         form = None
@@ -307,7 +298,6 @@ def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
 
 
 def _schema_text(schema: dict[str, Any] | bool | str, whitespace: dict[str, Any]) -> str:
-    """The schema as text, with the library's own options for whitespace."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

@@ -1,8 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, and a body that says what was wrong.
-
-Enters: what handlers raise. Leaves: {"error": {message, type, param, code}}, with vLLM's types.
-Does not know: requests, streams.
-"""
+"""Errors in OpenAI's form, {"error": {message, type, param, code}}, with vLLM's types."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ from control_plane.frontend.validation import CONTEXT_LENGTH
 from nanocp.values.plan import FinishReason
 
 RETRY_AFTER_S = 1
-"""Seconds after which a client should retry when the cluster is full: each request that ends makes
-room."""
+"""Seconds until a client should retry at a full cluster."""
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -57,14 +52,14 @@ _MAX_REPEATED_CHARACTERS = 60
 
 
 class ErrorInfo(BaseModel):
-    """What was wrong."""
+    """The mistake."""
 
     message: str
     type: str
     param: str | None = None
     """The field of the request, if the error is about one."""
     code: int | str
-    """The HTTP status, or `context_length_exceeded` as OpenAI has it."""
+    """HTTP status, or OpenAI's `context_length_exceeded`."""
 
 
 class ErrorResponse(BaseModel):
@@ -92,7 +87,7 @@ TOO_LARGE = "the body is larger than any request that the model can serve"
 
 
 def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorResponse]:
-    """The status and the body for an error."""
+    """Return the status and the body for an error."""
     if isinstance(error, ApiError):
         return error.status, _body(error.status, str(error), error.param)
     status = _STATUS.get(error.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -107,18 +102,17 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
 
 
 def _named_field(sentence: str) -> str | None:
-    """The field that a sentence of the validation begins with."""
     word = re.split(r"[ ']", sentence, maxsplit=1)[0]
     return word if word.partition(".")[0] in _FIELDS else None
 
 
 def error_response(error: ApiError | RequestError) -> JSONResponse:
-    """The response for an error."""
+    """Return the response for an error."""
     return _response(*error_body(error))
 
 
 def install(app: FastAPI) -> None:
-    """Make the application answer every error in this one shape."""
+    """Make the application answer every error in this one form."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestError)
@@ -167,7 +161,7 @@ def _response(status: HTTPStatus, body: ErrorResponse, headers: Any = None) -> J
 
 
 def _field(location: Sequence[int | str], body: Any) -> str:
-    """The field at a location: "messages.0.content" for ("body", "messages", 0, "str", "content").
+    """("body", "messages", 0, "str", "content") becomes "messages.0.content".
 
     Kinds such as "str" are no fields. Empty: the body itself.
     """
@@ -184,10 +178,7 @@ def _field(location: Sequence[int | str], body: Any) -> str:
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
-    """A field and what is wrong with it.
-
-    If several kinds would do, the innermost field counts: that kind was meant.
-    """
+    """Return a field and its mistake, of several the innermost."""
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         where = f"{errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}"

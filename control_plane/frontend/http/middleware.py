@@ -1,8 +1,4 @@
-"""What every HTTP request passes before its endpoint: id, API key, length, and a count.
-
-Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, except for those
-that need no key.
-"""
+"""Steps before every endpoint: request id, API key, length, and a count."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ PUBLIC_PATHS = (
     "/", "/docs", f"{ASSETS_PATH}/swagger-ui.css", f"{ASSETS_PATH}/swagger-ui-bundle.js",
     *PROBE_PATHS, "/version", "/openapi.json", "/cluster",
 )  # fmt: skip
-"""Paths that need no key: probes have none, and nothing there shows a request. The page at /cluster
-asks for the key before it shows any data."""
+"""Paths without a key: probes have none. The page at /cluster asks for the key of its data."""
 
 
 OnResponse = Callable[[str, str, int], None]
@@ -36,9 +31,9 @@ OnResponse = Callable[[str, str, int], None]
 
 
 class NameResponses:
-    """Puts the request's id into a header of every response, and reports it as it begins.
+    """Puts the request's id into a header of every response, and reports the response.
 
-    HEAD is answered as GET; the server leaves the body out.
+    HEAD is answered as GET, without the body.
     """
 
     def __init__(self, app: ASGIApp, on_response: OnResponse) -> None:
@@ -48,7 +43,7 @@ class NameResponses:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`state.request_id` is the id until the endpoint finds another in the body.
 
-        A path without an endpoint counts as `none`, as in vLLM: clients must not make labels.
+        Unknown paths count as `none`, as in vLLM: clients must not make labels.
         """
         method, state = scope["method"], scope.setdefault("state", {})
         if method == "HEAD":
@@ -74,7 +69,7 @@ class RequireKey:
         self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Paths that do not exist need a key too; data of the cluster needs an operator's."""
+        """Unknown paths need a key too; data of the cluster needs an operator's."""
         is_data = scope["path"] in DATA_PATHS
         keys = self._operators if is_data else self._keys
         if scope["path"] in PUBLIC_PATHS or keys.admit(Headers(scope=scope).get("Authorization")):
@@ -86,14 +81,14 @@ class RequireKey:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, with an error in the same shape as every other."""
+    """Refuses too long bodies, with an error in the usual form."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuses at once what says its length; else HTTPException comes as the body is read."""
+        """Refuse a declared length at once; else raise HTTPException as the body is read."""
         declared = Headers(scope=scope).get("Content-Length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             refusal = error_response(

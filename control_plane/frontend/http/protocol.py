@@ -1,9 +1,6 @@
-"""Bodies that the HTTP API reads: OpenAI's fields, and vLLM's beside them.
+"""Bodies that the HTTP API reads: OpenAI's fields and vLLM's.
 
-Enters: JSON. Leaves: validated requests. Does not know: tokens, streams, HTTP, responses.
-
-A field that is not named here is ignored, as in vLLM. One that cannot be served, and would give a
-wrong answer if it were ignored, is refused by its name.
+Unknown fields are ignored, as in vLLM; those that would change the answer are refused by name.
 """
 
 from __future__ import annotations
@@ -20,13 +17,12 @@ from nanocp.values.sampling_fields import BOUNDS
 MAX_PROMPTS = 1024
 """Most prompts of one completion request."""
 MAX_MESSAGES = 8192
-"""Most messages of one chat: to read so many takes a quarter of a second, and nobody else is
-served meanwhile."""
+"""Most messages of one chat: reading them takes a quarter of a second and blocks all others."""
 _CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields of chats with the sampling parameter that each is."""
 _LEAVE_OUT = "leave it out"
 _NOTHING: tuple[Any, ...] = (None, "", [], ["text"])
-"""Values of refused fields that ask for nothing, beside false; modalities may be a text's."""
+"""Values of refused fields that ask for nothing, besides false; a text's modalities too."""
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
 
@@ -45,20 +41,20 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str | None = None
-    """The served model's name. Absent: that model."""
+    """The served model's name; it may be absent."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+    """Additions to the text of a stream."""
 
     include_usage: bool = False
     """Whether a last chunk, without choices, has the usage."""
     continuous_usage_stats: bool = False
-    """Whether every chunk has the usage so far, beside include_usage."""
+    """Every chunk has the usage so far; needs include_usage."""
 
 
 class JsonSchemaFormat(BaseModel):
-    """A schema with a name, as OpenAI has it; `strict` and the description change nothing."""
+    """OpenAI's schema with a name; `strict` and the description change nothing."""
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -66,7 +62,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form of the output: text as it comes, any JSON object, JSON of a schema, or tags."""
+    """The form of the output: free text, any JSON object, JSON of a schema, or tags."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,12 +71,12 @@ class ResponseFormat(BaseModel):
 
     @property
     def tags(self) -> str:
-        """The structural tags, as JSON; for type structural_tag."""
+        """The structural tags as JSON, for type structural_tag."""
         return json.dumps(self.model_extra)
 
 
 class StructuredOutputs(BaseModel):
-    """Constraints of the output, as vLLM has them: exactly one of the first six."""
+    """vLLM's constraints of the output: exactly one of the first six."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -91,21 +87,21 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
     structural_tag: str | None = None
     disable_any_whitespace: bool = True
-    """Whether JSON has no whitespace between its tokens. vLLM's default is false."""
+    """JSON has no whitespace between its tokens. vLLM's default is false."""
     whitespace_pattern: str | None = None
     """A regular expression of the whitespace that JSON may have between its tokens."""
 
 
 class ResumedChoiceBody(BaseModel):
-    """A choice that has not ended, as far as the client has it."""
+    """The client's part of a choice that has not ended."""
 
     index: Annotated[int, Field(ge=0)] = 0
     output_ids: list[TokenId] = []
-    """In order, as `return_token_ids` has returned them."""
+    """Token ids in order, as returned with `return_token_ids`."""
 
 
 class ResumeBody(BaseModel):
-    """Where an answer goes on whose stream broke."""
+    """The point at which a broken answer continues."""
 
     attempt: int = 1
     """Counts how often the client has resumed the request."""
@@ -113,9 +109,9 @@ class ResumeBody(BaseModel):
 
 
 class GenerationRequest(_Request):
-    """Fields that completions and chats have in common.
+    """Fields of completions and chats.
 
-    Absent sampling fields take the checkpoint's own defaults.
+    Absent sampling fields take the checkpoint's defaults.
     """
 
     # Extra fields are kept, so that those which change the answer can be refused.
@@ -136,7 +132,7 @@ class GenerationRequest(_Request):
             for kind in ("json", "regex", "choice", "grammar")
         },
     }  # fmt: skip
-    """Fields that would change the answer and cannot be served, with what to do instead."""
+    """Fields that would change the answer and cannot be served, with alternatives."""
     harmless: ClassVar[frozenset[str]] = frozenset({
         # About OpenAI's own service.
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
@@ -149,7 +145,7 @@ class GenerationRequest(_Request):
         # Special tokens stand beside each other as they are, and chunks come as tokens do.
         "spaces_between_special_tokens", "session_id", "stream_interval",
     })  # fmt: skip
-    """Fields of OpenAI's and vLLM's that are ignored: the answer is the same with them."""
+    """Fields of OpenAI's and vLLM's that are ignored: they do not change the answer."""
 
     n: int | None = 1
     best_of: int | None = None
@@ -172,24 +168,23 @@ class GenerationRequest(_Request):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Int32 | None = None
-    """Number of most likely tokens, with their log probabilities, for each token of the prompt; not
-    in a stream."""
+    """Most likely tokens, with log probabilities, for each prompt token; not in a stream."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int32 = 0
     user: str | None = None
-    """Whose request it is, in a service without API keys."""
+    """Tenant, in a service without API keys."""
     request_id: str | None = None
-    """The client's id; the header X-Request-Id goes before it."""
+    """The client's id; the header X-Request-Id wins over it."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_placement: bool = False
-    """Whether each choice ends with its placement. Only this service has it."""
+    """Each choice ends with its placement. Only this service has it."""
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     resume: ResumeBody | None = None
-    """Go on with an answer whose stream broke. The response has only what is new."""
+    """Continue an answer whose stream broke. The response has only the new part."""
     queue_timeout_ms: Int32 | None = None
     """Answer with 504 if the request waits longer than this to be placed."""
 
@@ -234,14 +229,13 @@ class CompletionRequest(GenerationRequest):
     )
     """A text, token ids, or several of either."""
     echo: bool | None = False
-    """Whether the text begins with the prompt's, and log probabilities with those of the prompt.
-    With max_tokens 0 there is nothing else."""
+    """The text and log probabilities begin with the prompt's; with max_tokens 0 they end there."""
     logprobs: Int32 | None = None
-    """Number of most likely tokens, with their log probabilities, beside each token."""
+    """Number of most likely tokens, with log probabilities, beside each token."""
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether nothing of the output is returned."""
+        """Return whether no output is returned."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -251,11 +245,11 @@ class TextPart(BaseModel):
     type: str
     text: str | None = None
     refusal: str | None = None
-    """The text of a part of type refusal, in a message of the assistant."""
+    """Text of a part of type refusal, in a message of the assistant."""
 
 
 class Message(BaseModel):
-    """One message of a chat. The model's template decides what other fields mean."""
+    """One message of a chat. The model's template reads other fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -264,28 +258,25 @@ class Message(BaseModel):
 
 
 class TemplateFields(_Request):
-    """What the model's chat template reads.
-
-    So does it read any further field of the body that it has a variable for.
-    """
+    """Fields that the model's chat template reads, besides its own variables."""
 
     model_config = ConfigDict(extra="allow")
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
-    """Documents for a template that reads them; refused with another one."""
+    """Documents for the template; refused if it does not read them."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """For a template that reads it, enable_thinking or thinking; refused with another one."""
+    """For a template with it, enable_thinking or thinking; otherwise refused."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """For a template that reads it; refused with another one, unless it is medium."""
     add_generation_prompt: bool | None = None
-    """Absent: unless the final message is to be continued."""
+    """Absent: true unless the final message is to be continued."""
     continue_final_message: bool = False
     chat_template: str | None = None
-    """A template of the client's, which is refused: only the model's own renders."""
+    """A client's template is refused: only the model's own renders."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -301,13 +292,13 @@ class ChatRequest(TemplateFields, GenerationRequest):
     )  # fmt: skip
 
     max_completion_tokens: int | None = None
-    """Goes before max_tokens. Without both: as many as the model's length leaves."""
+    """Wins over max_tokens. Without both, the answer may fill the model's length."""
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
     tool_choice: Any = None
     """none, auto, required, or one function. Absent: auto if there are tools."""
     parallel_tool_calls: bool | None = None
-    """false: one call at most is kept."""
+    """false: at most one call is kept."""
     include_reasoning: bool = True
     """Whether the response has the model's reasoning."""
 
@@ -325,7 +316,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
 
 def check_template_fields(chat_template: str | None) -> None:
-    """Raise ApiError if a client brings its own template, which is a program."""
+    """Raise ApiError for a client's own template, which is a program."""
     if chat_template is not None:
         raise ApiError(
             "chat_template is given; only the model's own template renders messages",

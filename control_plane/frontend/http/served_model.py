@@ -1,7 +1,4 @@
-"""What the HTTP API knows of the model: name, chat template, and default sampling.
-
-Enters: a checkpoint folder. Leaves: one frozen value. Does not know: weights, requests.
-"""
+"""The model as the HTTP API serves it: name, chat template, default sampling."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ class ServedModel:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Defaults of sampling fields from generation_config.json; the others are OpenAI's."""
     call_form: str = ""
-    """How the model writes tool calls: a name of call_forms.CALL_FORMS; empty: unknown."""
+    """Form of tool calls, a name of call_forms.CALL_FORMS; empty: unknown."""
     has_reasoning: bool = False
-    """Whether reasoning is marked in the text, and goes apart from the content."""
+    """True: reasoning is marked in the text, and separated from the content."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 
@@ -37,10 +34,9 @@ class ServedModel:
 def open_model(
     checkpoint: Path, name: str, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> ServedModel:
-    """The model of a checkpoint. `name` is what clients call it; empty: the checkpoint's path.
+    """Open a checkpoint's model. name: clients' name for it; empty: the checkpoint's path.
 
-    tool_call_parser, reasoning_parser: see ServiceConfig. Raises ValueError, naming the file, if
-    one cannot be read.
+    The parsers: see ServiceConfig. Raises ValueError, naming the file, if one cannot be read.
     """
     template = load_chat_template(checkpoint)
     source = template.source if template else ""

@@ -1,8 +1,4 @@
-"""The HTTP server and its socket, in the front end's event loop.
-
-Enters: a configuration, what is served. Leaves: an address that answers, until stop. Does not know:
-endpoints.
-"""
+"""The HTTP server and its socket, in the front end's event loop."""
 
 from __future__ import annotations
 
@@ -29,21 +25,17 @@ from nanocp.config.service import ServiceConfig
 
 _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
 _KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
-"""A dead network is noticed as soon as a client that has stopped reading."""
+"""A dead network is noticed as soon as a client that stopped reading."""
 _SEND_BUFFER_BYTES = 256 << 10
-"""Small, so that what a slow client does not read waits as tokens, which are counted, and not in
-the kernel."""
+"""Small, so that unread output waits as tokens, which are counted, and not in the kernel."""
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection (the openai client 5 s), so that they never use a
-closed one."""
+"""Longer than clients keep an idle connection (the openai client 5 s), so none uses a closed
+one."""
 _STOP_GRACE_S = 1
 
 
 class HttpServer:
-    """The HTTP server of a front end: bind, start, opened, stop.
-
-    All but bind are called in the front end's event loop.
-    """
+    """The HTTP server of a front end, used in its event loop, except bind."""
 
     def __init__(
         self,
@@ -63,7 +55,7 @@ class HttpServer:
         self._renewing: asyncio.Task[None] | None = None
 
     def bind(self, index: int = 0) -> str:
-        """Bind service.http_port + index, or a free port if that is 0; returns host:port.
+        """Bind service.http_port + index, or a free port for 0; return host:port.
 
         Raises OSError naming the port.
         """
@@ -132,7 +124,7 @@ class HttpServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     def opened(self) -> None:
-        """The cluster is ready for the first time."""
+        """Record that the cluster is ready for the first time."""
         self._has_served = True
 
     async def stop(self) -> None:

@@ -1,8 +1,4 @@
-"""A front end's stream to the controller, when the front end is a process of its own.
-
-Enters: what the front end submits and observes. Leaves: the same, in order, on one gRPC stream;
-what the controller decides about requests, as calls of the front end. Does not know: clients.
-"""
+"""The stream to the controller from a front end in its own process."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ from nanocp.wire.members import why_broken
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 1 << 16
-"""Longest queue up; more are open only if the controller takes none for seconds."""
+"""Longest queue up; it fills only if the controller takes nothing for seconds."""
 _OBSERVE_S = 0.2
 """Time between two messages about what was observed."""
 _PAGE_TIMEOUT_S = 5.0
@@ -67,7 +63,7 @@ class RemoteController(ControllerInterface):
     ) -> None:
         """address: host:port of the controller's port for front ends. metadata: of every call.
 
-        orphan_ms: how long another controller is waited for when the present one is lost.
+        orphan_ms: the wait for another controller after a loss.
         """
         self._address = address
         self._metadata = metadata
@@ -76,14 +72,14 @@ class RemoteController(ControllerInterface):
         self._why_broken = ""
         self._load = ClusterLoad()
         self._newest_id = 0
-        """Number of the newest request that was submitted; 0: none."""
+        """Number of the newest submitted request; 0: none."""
         self._has_heard = False
         """Whether the present controller has said anything."""
         self._is_over = threading.Event()
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
 
     def _dial(self, hello: FrontEndHello) -> None:
-        """Attach to a controller. What was to go to an earlier one is dropped."""
+        """Attach to a controller. Messages for an earlier one are dropped."""
         outbox: Queue[Any] = Queue(_MAX_MESSAGES)
         outbox.put(hello)
         before, self._outbox = self._outbox, outbox
@@ -107,11 +103,11 @@ class RemoteController(ControllerInterface):
         self._send(AbortRequested(request_id))
 
     def load(self) -> ClusterLoad:
-        """The cluster's load, a second old at most."""
+        """Return the cluster's load, at most a second old."""
         return self._load
 
     def page(self, name: str) -> bytes:
-        """A page that the controller's process makes. Raises TimeoutError, with a sentence."""
+        """Return a page of the controller's process. Raises TimeoutError, with a sentence."""
         read_page = self._channel.unary_unary(
             f"/{FRONT_END_PORT}/ReadPage", PAGE_REQUEST.encode, PAGE.decode
         )
@@ -124,7 +120,7 @@ class RemoteController(ControllerInterface):
         return bytes(page.content)
 
     def fail(self, message: str) -> None:
-        """Say why the front end cannot serve, instead of `converse`."""
+        """Report why the front end cannot serve, instead of `converse`."""
         self._dial(FrontEndHello(failure=message))
         self._send(None)
         for _ in self._call:
@@ -132,9 +128,9 @@ class RemoteController(ControllerInterface):
         self._channel.close()
 
     def converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str:
-        """Say hello, then pass on what comes until the controller ends it; returns the reason.
+        """Say hello, then pass on messages until the controller ends it; return the reason.
 
-        Another controller that takes the place of a lost one gets every open request again.
+        Another controller that replaces it gets every open request again.
         """
         threading.Thread(target=self._observe_for_ever, name="observations", daemon=True).start()
         left_s, parent = 0.0, starter()
@@ -157,7 +153,7 @@ class RemoteController(ControllerInterface):
             left_s -= _REDIAL_S
 
     def _converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str | None:
-        """One controller's time; returns why it ends the front end, or None if it is lost."""
+        """Serve one controller; return its reason to end, or None if it is lost."""
         hello = FrontEndHello(
             grpc_address=front_end.address,
             http_address=front_end.http_address,
@@ -179,7 +175,7 @@ class RemoteController(ControllerInterface):
         return None
 
     def close(self) -> None:
-        """Send what is queued and end the stream."""
+        """Send all queued messages and end the stream."""
         self._is_over.set()
         self._observe()
         self._send(None)

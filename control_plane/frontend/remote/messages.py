@@ -1,8 +1,4 @@
-"""What goes between the controller and front ends that are processes of their own.
-
-Enters: nothing. Leaves: values for what controller_interface.py has as calls, and a codec for each
-direction. Does not know: streams.
-"""
+"""Messages between the controller and front ends in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from nanocp.wire.codec import Codec
 from nanocp.wire.members import VERSION
 
 FRONT_END_PORT = f"nanocp.v{VERSION}.FrontEndPort"
-"""The controller's service. `Attach` is one stream as long as a front end's process runs.
-`ReadPage` answers a request for a page."""
+"""Controller's service: `Attach`, a front end's stream, and `ReadPage`, a page's request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +22,20 @@ class FrontEndHello:
     http_address: str = ""
     """host:port where clients find it."""
     failure: str = ""
-    """Why it cannot serve; empty: it can."""
+    """Reason why it cannot serve, or empty."""
     pid: int = 0
     newest_id: int = 0
-    """Number of the newest request that it has submitted to an earlier controller; 0: none."""
+    """Number of the newest request that it submitted to an earlier controller; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllSubmitted:
-    """Every open request has been submitted again since the oldest Interrupted without answer."""
+    """Every open request has been submitted again since the oldest unanswered Interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What became of requests and answers, for metrics and traces."""
+    """Observations of requests and answers, for metrics and traces."""
 
     calls: bytes
     """What `Observations.take` returned."""
@@ -48,7 +43,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Every request has ended, or the drain's time has."""
+    """Every request has ended, or the drain's time is over."""
 
     is_complete: bool
 
@@ -73,11 +68,11 @@ class IssuedSecret:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a request is now."""
+    """The present place of a request."""
 
     placement: Placement
     num_cached: int | None
-    """Tokens of its prompt that nobody computed, with its first placement."""
+    """Cached tokens of its prompt, with its first placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """What the front end's HTTP API shows of the whole service."""
+    """A page of the whole service for the front end's HTTP API."""
 
     name: str
     """metrics or snapshot."""

@@ -1,8 +1,4 @@
-"""An observer whose calls travel to another process, together and a little later.
-
-Enters: what a front end observes of its requests. Leaves: bytes, and in the other process the same
-calls of an observer. Does not know: streams, metrics.
-"""
+"""An observer whose calls travel to another process, together and a little later."""
 
 from __future__ import annotations
 
@@ -16,14 +12,14 @@ from nanocp.values.plan import FinishReason
 
 
 class Observations(Observer):
-    """An Observer that keeps the calls until they are taken. Called from any thread."""
+    """Keeps calls until they are taken, from any thread."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, ...]] = []
         self._lock = threading.Lock()
 
     def take(self) -> bytes:
-        """The calls since the last time, encoded; empty if there was none."""
+        """Return the new calls, encoded; empty if there are none."""
         with self._lock:
             calls, self._calls = self._calls, []
         return json.dumps(calls).encode() if calls else b""
@@ -55,7 +51,7 @@ class Observations(Observer):
 
 
 def replay(content: bytes, observer: Observer) -> list[EndedRequest]:
-    """Make the calls of `Observations.take`; returns the requests that ended."""
+    """Make the calls of `Observations.take`; return the requests that ended."""
     ended = []
     for name, *arguments in json.loads(content) if content else ():
         match name:

@@ -1,11 +1,7 @@
-"""The controller's port for front ends that are processes of their own.
+"""The controller's port for front ends in processes of their own.
 
-Enters: streams of front ends, calls of the controller. Leaves: submissions and aborts to the
-controller, its calls to the front end that owns the request. Does not know: clients, plans, how a
-process is started.
-
-The requests of a front end that is lost run on, so that their pages stay, until their clients
-resume them at another front end: for scheduler.held_timeout_us at most.
+Requests of a lost front end run on until clients resume them elsewhere, for
+scheduler.held_timeout_us at most.
 """
 
 from __future__ import annotations
@@ -65,15 +61,14 @@ MakePage = Callable[[], bytes]
 
 
 def name_of(index: int) -> str:
-    """What the front end of this number is called."""
+    """Return the name of a front end."""
     return f"front end {index}"
 
 
 class _Attached:
-    """One front end's process, from its hello to the end of its stream."""
+    """One front end's process, while it has a stream."""
 
     def __init__(self, index: int, hello: FrontEndHello) -> None:
-        """In the event loop of the port."""
         self.index = index
         self.hello = hello
         self._loop = asyncio.get_running_loop()
@@ -87,7 +82,7 @@ class _Attached:
         """Done when it accepts requests, or is lost."""
 
     def send(self, message: Any) -> None:
-        """Queue a message, from any thread; a front end that leaves too many unread is lost."""
+        """Queue a message, from any thread; a full queue loses the front end."""
         with suppress(RuntimeError):  # The port is closed.
             self._loop.call_soon_threadsafe(self._put, message)
 
@@ -99,7 +94,6 @@ class _Attached:
             self.close()
 
     def close(self) -> None:
-        """End the stream down, in the event loop."""
         if self.messages.full():
             self.messages.get_nowait()
         self.messages.put_nowait(None)
@@ -118,9 +112,9 @@ class FrontEndPort(ControllerEvents):
         lost: Callable[[int, int], None],
         controller_number: int = 1,
     ) -> None:
-        """lost: called with a front end and its pid when its stream has ended. It may block.
+        """lost: called with a front end and its pid when its stream has ended; it may block.
 
-        controller_number: see Attendance. held_timeout_us: see SchedulerConfig.
+        controller_number: see Attendance.
         """
         self.secrets = MemberSecrets()
         """One for each front end's process."""
@@ -145,7 +139,7 @@ class FrontEndPort(ControllerEvents):
     # --- start and end ---
 
     def start(self) -> str:
-        """Bind the port behind those of the front ends themselves; returns host:port.
+        """Bind the port behind those of the front ends; return host:port.
 
         Raises OSError naming the port.
         """
@@ -155,7 +149,7 @@ class FrontEndPort(ControllerEvents):
     def open(
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad]
     ) -> list[Future[None]]:
-        """Let every front end accept requests; each future is done when one that is here does."""
+        """Let every front end accept requests; each future is done when one does."""
         with self._lock:
             self._controller, self._load = controller, load
             for front_end in self._attached.values():
@@ -164,11 +158,11 @@ class FrontEndPort(ControllerEvents):
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended, or that a client still reads."""
+        """The choices that have not ended, or that a client still reads."""
         return self._attendance.num_open
 
     def begin_drain(self) -> list[Future[bool]]:
-        """Ask all to refuse new requests; each future has whether all open ones have ended."""
+        """Ask all to refuse new requests; each future tells whether all have ended."""
         with self._lock:
             for front_end in self._attached.values():
                 front_end.send(Drain())
@@ -311,7 +305,6 @@ class FrontEndPort(ControllerEvents):
         controller.submit(submission)
 
     def _end(self, front_end: _Attached) -> None:
-        """The stream is over: nobody attends to the requests of the front end. Idempotent."""
         front_end.close()
         with self._lock:
             if self._attached.get(front_end.index) is not front_end:
@@ -337,7 +330,7 @@ class FrontEndPort(ControllerEvents):
             self._loop.call_later(self._attended_s, self._release, requests)
 
     def _release(self, requests: Mapping[int, str]) -> None:
-        """End those of a lost front end's requests that nobody has resumed."""
+        """End the requests that nobody has resumed."""
         assert self._controller is not None
         for number in self._attendance.released(requests):
             self._controller.abort(number)

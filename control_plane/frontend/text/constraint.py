@@ -1,8 +1,4 @@
-"""Structured output: the constraint of a request as one grammar, checked before it goes anywhere.
-
-Enters: a ClientRequest. Leaves: a grammar in llguidance's own form, which the instances read, or a
-ValueError that names the field. Does not know: tokens, rows, HTTP.
-"""
+"""Structured output: the constraint of a request as one grammar for llguidance."""
 
 from __future__ import annotations
 
@@ -20,25 +16,26 @@ from control_plane.frontend.text.tagged_text import tagged_text
 from nanocp.values.sampling_fields import CONSTRAINTS
 
 _JSON_OPTIONS: Any = {"whitespace_flexible": False}
-"""Whitespace between tokens of JSON is what makes small models loop; a schema's own `x-guidance`
-may allow it."""
+"""Free whitespace makes small models loop; a schema's own `x-guidance` may allow it."""
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""The model decides how a literal is cut into tokens. Else the library does, finds special tokens
-in it, and may take seconds for a long one."""
+"""The model cuts literals into tokens.
+
+Otherwise the library does, finds special tokens in them, and may take seconds for a long one.
+"""
 _MAX_SENTENCE = 300
 """Characters of the library's sentence that are repeated."""
 _ONE_OF = "oneOf has choices that may both fit a value; give anyOf, or set them apart by a const"
-"""Instead of the library's sentence, which names an option of its own."""
+"""Replaces the library's error, which names an option of its own."""
 Schema = dict[str, Any]
 FOR_PEOPLE = frozenset({"title", "description", "$schema", "$id", "$comment", "examples"})
-"""Words of a schema that hold nothing to a form."""
+"""Words of a schema that do not constrain a value."""
 _MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 """Words whose value has schemas by name."""
 _DATA = ("const", "enum", "default", "examples")
 """Words whose value is no schema."""
 _DEEPEST_REFERENCE = 32
 _LARGEST_INTEGER, _LARGEST_NUMBER = (1 << 63) - 1024, 9.2e18
-"""The library holds numbers to bounds up to these, which it reads as doubles."""
+"""Library holds numbers to bounds up to these, which it reads as doubles."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 
@@ -49,11 +46,10 @@ def constraint_of(
     added_tokens: frozenset[str] | None = frozenset(),
     check: GrammarCheck | None = None,
 ) -> str:
-    """The grammar of the request's output; empty if it has no constraint.
+    """Return the grammar of the request's output; empty if it has no constraint.
 
-    max_grammar_bytes: see BoundsConfig. has_eos: whether the model has an end-of-sequence token.
-    added_tokens: see Tokenizer; None without a tokenizer. check: compiles it; None: the grammar is
-    read only. Raises ValueError. May take long: call it in a thread.
+    max_grammar_bytes: see BoundsConfig. has_eos: the model has an end of sequence. added_tokens:
+    see Tokenizer. check: compiles it, if given. Raises ValueError. Takes long: call it in a thread.
     """
     given = [name for name in CONSTRAINTS if (value := getattr(request, name)) or value == ""]
     if not given:
@@ -94,7 +90,7 @@ def _compiled(
     added_tokens: frozenset[str],
     check: GrammarCheck | None,
 ) -> str:
-    """The grammar of a constraint of this kind. Raises ValueError with the library's sentence."""
+    """Raises ValueError with the library's sentence."""
     from llguidance import LLMatcher
 
     try:
@@ -136,7 +132,6 @@ def _grammar(name: str, text: str) -> str:
 
 
 def _thoughts(reasoning: Reasoning, added_tokens: frozenset[str]) -> str:
-    """Rules of reasoning, which is any text up to its end, and then of the answer."""
     begin, end = (
         marker if marker in added_tokens else json.dumps(marker)
         for marker in (reasoning.begin, reasoning.end)
@@ -151,7 +146,6 @@ def _thoughts(reasoning: Reasoning, added_tokens: frozenset[str]) -> str:
 
 
 def _whole(rules: str, grammar: str) -> str:
-    """Rules that end with the grammar, as `answer`, in the library's own form."""
     # That is JSON, or a Lark grammar as it stands.
     is_json = grammar.startswith("{")
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
@@ -160,9 +154,9 @@ def _whole(rules: str, grammar: str) -> str:
 
 
 def parts_of(schema: Schema) -> Iterator[tuple[Schema, bool]]:
-    """Every schema within this one, itself first, before those that are within it.
+    """Yield every schema within this one, itself first.
 
-    With each, whether references in it are to the whole schema, and not to one with its own $id.
+    With each: True unless references in it are to one with its own $id.
     """
     parts: list[tuple[Any, bool]] = [(schema, True)]
     while parts:
@@ -181,7 +175,7 @@ def parts_of(schema: Schema) -> Iterator[tuple[Schema, bool]]:
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """The schema, or what it refers to within root if it is a reference alone."""
+    """Return the schema, or its target within root if it is only a reference."""
     for _ in range(_DEEPEST_REFERENCE):
         match schema:
             case {"$ref": str(reference)} if reference.startswith("#"):
@@ -205,10 +199,7 @@ def _at(reference: str, root: Schema) -> Any:
 
 
 def _held(schema: Schema) -> str:
-    """The schema in words that the library holds, as JSON, wherever a client gave it.
-
-    Formats that no grammar knows are left out: they only describe a value. Raises ValueError.
-    """
+    """Leave out formats without a grammar, which only describe a value. Raises ValueError."""
     schema = json.loads(json.dumps({"x-guidance": _JSON_OPTIONS} | schema))
     for part, _ in parts_of(schema):
         if isinstance(name := part.get("format"), str) and not _is_known_format(name):
@@ -239,9 +230,9 @@ def _is_known_format(name: str) -> bool:
 
 
 def _names(schema: Any, root: Schema) -> Schema:
-    """Properties with the names that a schema of names allows; empty if it allows all.
+    """Empty if the schema of names allows all.
 
-    Raises ValueError unless they are a list, or follow one pattern.
+    Raises ValueError unless the names are a list, or follow one pattern.
     """
     schema = resolved(schema, root)
     if isinstance(schema, bool):

@@ -1,8 +1,4 @@
-"""Sampling defaults of a checkpoint, which both APIs take where a request is silent.
-
-Enters: a checkpoint folder. Leaves: values of sampling fields. Does not know: requests, what an
-API takes by default.
-"""
+"""Sampling defaults of a checkpoint, which both APIs use for missing fields."""
 
 from __future__ import annotations
 
@@ -18,17 +14,15 @@ _MOST = "max_new_tokens"
 
 
 def our_top_k(top_k: int) -> int:
-    """The value of top_k here: vLLM's -1, every token, is 0."""
+    """Convert top_k: vLLM's -1, every token, is 0 here."""
     return 0 if top_k == -1 else top_k
 
 
 def default_sampling(checkpoint: Path) -> dict[str, Any]:
-    """The sampling fields of generation_config.json that are there; none without the file.
+    """Return the sampling fields of generation_config.json; none without the file.
 
-    max_tokens, from its max_new_tokens, is the default of chats.
-
-    Raises ValueError, naming the file, if it cannot be read or a value is out of range: later that
-    would look like an error of clients, in a field that they did not set.
+    max_tokens, from max_new_tokens, is the default of chats. Raises ValueError naming the file if a
+    value is wrong.
     """
     path = checkpoint / "generation_config.json"
     try:

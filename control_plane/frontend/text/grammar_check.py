@@ -1,9 +1,4 @@
-"""Whether a grammar compiles within a bound of processor time, found out in a process of its own.
-
-Enters: the model's tokenizer, grammars. Leaves: for each what is wrong with it, or nothing. Does
-not know: requests, rows. The process is started with the first grammar and ends with this one; a
-grammar that takes longer ends it, and the next grammar starts another.
-"""
+"""The check that a grammar compiles within a bound of processor time, in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,28 +11,28 @@ from collections.abc import Callable
 from threading import Lock
 
 _OPTION = r"\"no_forcing\": true"
-"""How a grammar says that the model cuts its literals into tokens; as JSON within JSON."""
+"""Option with which the model cuts literals into tokens, as JSON within JSON."""
 _MAX_FIXED_BYTES = 40_000
 """More than any literal within bounds.max_grammar_bytes."""
 PROCESSOR_S = 0.2
-"""Longest time that a grammar may take to compile: instances compile it too, and a step waits."""
+"""Longest time to compile a grammar: instances compile it too, and a step waits."""
 _NO_END = f"it begins with more than {_MAX_FIXED_BYTES} bytes of fixed text, or never ends"
 _WAIT_S = 60.0
-"""Longest wait for the process, which reads a large vocabulary first, on a busy machine."""
+"""Longest wait for the process, which first reads a large vocabulary."""
 _TOO_COSTLY = f"it takes more than {PROCESSOR_S} s of processor time to compile"
 
 
 class GrammarCheck:
-    """Compiles grammars for one tokenizer. Threads may share it; they wait for each other."""
+    """Compiles grammars for one tokenizer, one after the other, for any thread."""
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
-        """tokenizer_json: makes what tokenizer.json says."""
+        """tokenizer_json: returns the text of tokenizer.json."""
         self._tokenizer_json = tokenizer_json
         self._lock = Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def error(self, grammar: str) -> str:
-        """What is wrong with the grammar, in one sentence; empty if it can be used."""
+        """Return the error of the grammar in one sentence, or nothing."""
         with self._lock:
             process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
@@ -62,7 +57,7 @@ class GrammarCheck:
 
 
 def main() -> None:
-    """Read a tokenizer and then grammars, one a line as JSON; write what is wrong with each."""
+    """Read a tokenizer and then grammars, a line each as JSON; write their errors."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     limits = LLParserLimits(step_lexer_fuel=20_000, initial_lexer_fuel=100_000)

@@ -1,8 +1,4 @@
-"""Long texts: how many tokens they have at least, and whose turn it is to be tokenized.
-
-Enters: a tokenizer's own description, texts, work that takes long. Leaves: lower bounds, found in a
-fraction of the time that tokenizing takes; what the work returns. Does not know: requests, models.
-"""
+"""Long texts: a quick lower bound of their tokens, and a queue for tokenizing them."""
 
 from __future__ import annotations
 
@@ -18,20 +14,19 @@ import numpy as np
 Result = TypeVar("Result")
 
 _LONG_TEXT_CHARACTERS = 1 << 16
-"""A longer text is long: it takes tens of milliseconds to tokenize, and many times its size."""
+"""A longer text takes tens of milliseconds to tokenize, and many times its size."""
 _LONG_TEXTS = ThreadPoolExecutor(1, "long texts")
 _GRAMMARS = ThreadPoolExecutor(1, "grammars")
 _COUNTED_BYTES = 1 << 18
-"""Bytes of a text that are counted at a time, so that the memory for it is small."""
+"""Bytes of a text that are counted at a time, to save memory."""
 
 
 async def in_thread(
     num_characters: int, has_grammar: bool, work: Callable[..., Result], *args: object
 ) -> Result:
-    """Call `work` in a thread, and return what it returns.
+    """Call `work` in a thread, and return its result.
 
-    Long texts are worked on one after the other, because they need memory, and so are grammars;
-    short texts wait for neither.
+    Long texts and grammars wait for each other, to save memory; short texts do not.
     """
     lane = _GRAMMARS if has_grammar else None
     if num_characters > _LONG_TEXT_CHARACTERS:
@@ -42,17 +37,17 @@ async def in_thread(
 class LeastTokens:
     """A lower bound of the number of tokens of any text.
 
-    A byte weighs 1 through the length of the longest token that has it. So no token weighs more
-    than 1, and a text has at least as many tokens as it weighs.
+    A byte weighs 1 through the length of the longest token that has it, so no token weighs more
+    than 1.
     """
 
     def __init__(self, description: Mapping[str, Any], tokens: Iterable[bytes]) -> None:
-        """description: what tokenizer.json says. tokens: the bytes of each token."""
+        """description: the content of tokenizer.json. tokens: the bytes of each token."""
         normalizers = _steps(description["normalizer"], "normalizers")
         self._is_composed = any(step["type"] == "NFC" for step in normalizers)
         decoders = [step["type"] for step in _steps(description["decoder"], "decoders")]
         self._has_spaces = "ByteFallback" in decoders
-        """Whether U+2581 is a space, as SentencePiece has it."""
+        """True if U+2581 is a space, as in SentencePiece."""
         self._weights: np.ndarray | None = None
         # A token may stand for more than its bytes where text is dropped or made shorter.
         if (
@@ -68,7 +63,7 @@ class LeastTokens:
                 self._weights = weights
 
     def _keeps_length(self, step: Mapping[str, Any]) -> bool:
-        """Whether a step of normalizing makes no text shorter, as its bytes are counted here."""
+        """Return whether a step of normalizing makes no text shorter in bytes."""
         to_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
         return step["type"] in ("NFC", "Prepend") or (self._has_spaces and step == to_spaces)
 
@@ -76,7 +71,7 @@ class LeastTokens:
         return spelled.replace("\u2581".encode(), b" ") if self._has_spaces else spelled
 
     def of(self, text: str) -> int:
-        """Tokens that the text has at least; 0 if nothing is known of this tokenizer."""
+        """Return the lower bound for a text; 0 for an unknown tokenizer."""
         if self._weights is None:
             return 0
         if self._is_composed:
@@ -89,7 +84,7 @@ class LeastTokens:
 
 
 def _steps(part: Any, name: str) -> list[Any]:
-    """The steps of a part of a tokenizer, which is one, a sequence of them, or nothing."""
+    """The part is one step, a sequence of them, or nothing."""
     if part is None:
         return []
     return part[name] if part["type"] == "Sequence" else [part]

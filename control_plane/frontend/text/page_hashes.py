@@ -1,7 +1,4 @@
-"""What a row needs to go on hashing its pages, by which the scheduler finds equal pages.
-
-Enters: token ids and their hashes. Leaves: a state. Does not know: requests, which pages are where.
-"""
+"""The state with which a row continues hashing its pages."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 def page_state(token_ids: Sequence[int], hashes: Sequence[bytes]) -> tuple[bytes, tuple[int, ...]]:
-    """What a row needs to go on with these hashes: `RowInput.page_hash` and `page_ids`.
-
-    Without the hashes it gets nothing: who brings none shares nothing.
-    """
+    """Return `RowInput.page_hash` and `page_ids` after these hashes; empty without any."""
     num_full = (len(token_ids) - 1) // PAGE_SIZE
     if len(hashes) < num_full:
         return b"", ()

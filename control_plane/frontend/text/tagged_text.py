@@ -1,8 +1,4 @@
-"""The grammar of text that has tags in it, whose insides follow schemas.
-
-Enters: the form of a structural tag. Leaves: a grammar in Lark. Does not know: requests, how a
-model writes calls, other constraints.
-"""
+"""The grammar of text with tags in it, whose insides follow schemas."""
 
 from __future__ import annotations
 
@@ -17,14 +13,13 @@ _TEXT = r"TEXT: /(.|\n)*/"
 def tagged_text(
     text: str, added_tokens: frozenset[str], schema_text: Callable[[dict[str, Any]], str]
 ) -> str:
-    """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger.
+    """Return the grammar of vLLM's structural tags: text with tags that begin with a trigger.
 
     text: JSON with lists of structures, each {begin, schema, end}, and of triggers. Instead of a
-    schema a structure may have parts: texts, schemas, and lists of parts that may be left out;
-    {either: lists of parts}, one of which is there; {texts, never, end}: text that all expressions
-    of `texts` match, without the texts of `never` in it, up to the end. Markers in `between` mean
-    nothing. added_tokens: see Tokenizer. schema_text: writes a schema as the grammar has it. Raises
-    ValueError.
+    schema a structure may have parts: texts, schemas, lists of optional parts; {either: lists of
+    parts}; {texts, never, end}: text that all expressions of `texts` match, without the texts of
+    `never`, up to the end. Markers in `between` mean nothing. schema_text: writes a schema in the
+    grammar. Raises ValueError.
     """
     form = json.loads(text)
     structures, triggers = (
@@ -57,8 +52,6 @@ def tagged_text(
 
 
 class _Rules:
-    """Rules of a grammar, as they are added."""
-
     def __init__(
         self, added_tokens: frozenset[str], schema_text: Callable[[dict[str, Any]], str]
     ) -> None:
@@ -70,7 +63,7 @@ class _Rules:
         self._lines: list[str] = []
 
     def add(self, parts: list[Any]) -> str:
-        """The name of a new rule: these parts, one after another."""
+        """Add a rule for these parts in sequence; return its name."""
         pieces = [piece for part in parts for piece in self._pieces(part)]
         name = f"part_{len(self._lines)}"
         self._lines.append(f"{name}: {' '.join(pieces)}")
@@ -104,7 +97,7 @@ class _Rules:
             yield name.lower()
 
     def grammar(self, bodies: dict[str, list[str]], between: list[str]) -> str:
-        """The whole grammar: bodies are names of rules by the trigger that is before them."""
+        """bodies: names of rules by the trigger before them."""
         pieces = []
         for number, (trigger, names) in enumerate(bodies.items()):
             choice = "(" + " | ".join(names) + ")"

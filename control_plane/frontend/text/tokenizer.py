@@ -1,8 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer.
-
-Enters: a checkpoint folder, texts, token ids one by one. Leaves: ids, and text that never has to be
-taken back, up to the first stop string. Does not know: requests, streams, the model.
-"""
+"""Text to token ids and back by the checkpoint's tokenizer, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -37,10 +33,10 @@ _SENTENCEPIECE = [
 
 
 class Tokenizer:
-    """A tokenizer each of whose tokens is a piece of UTF-8, as it stands behind other tokens.
+    """A tokenizer whose every token is a piece of UTF-8, so text is decoded token by token.
 
-    So text can be decoded token by token, exactly. Vocabularies spell bytes by characters
-    (ByteLevel), or spaces as U+2581 and other bytes as <0x0A> (ByteFallback, of SentencePiece).
+    Vocabularies spell bytes by characters (ByteLevel), or as <0x0A> (ByteFallback, of
+    SentencePiece).
     """
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
@@ -63,7 +59,7 @@ class Tokenizer:
             token_id for token_id, token in added.items() if token.special
         )
         self.added_tokens = frozenset(token.content for token in added.values())
-        """Texts that are tokens of their own, such as markers, wherever they stand."""
+        """Texts that are always tokens of their own, such as markers."""
         self._bytes: dict[int, bytes] = {}
         vocabulary = library_tokenizer.get_vocab().values()
         self._least_tokens = LeastTokens(
@@ -72,9 +68,9 @@ class Tokenizer:
         self.grammar_check = GrammarCheck(library_tokenizer.to_str)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text, with the special tokens that the tokenizer itself adds.
+        """Return the text's ids, with the special tokens that the tokenizer adds.
 
-        Releases the GIL, which the library's `encode` does in its first call only.
+        Releases the GIL; the library's `encode` does so in its first call only.
         """
         (encoded,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
@@ -83,27 +79,24 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens of the text, found in a fraction of the time."""
+        """Return a lower bound of the text's tokens, much faster than `encode`."""
         return self._least_tokens.of(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all ids, special tokens included. Releases the GIL, as `encode` does."""
+        """Return the text of all ids with special tokens. Releases the GIL, as `encode` does."""
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
 
     def token_string(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty for an id that no token has."""
+        """Return the vocabulary's spelling of the token; empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def token_name(self, token_id: int) -> bytes:
-        """The UTF-8 of the token; for a special token, that of its name."""
+        """Return the UTF-8 of the token; for a special token, that of its name."""
         return self.token_bytes(token_id) or self.token_string(token_id).encode()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 of the token.
-
-        Empty for a special token, and for an id that no token has.
-        """
+        """Return the UTF-8 of the token; empty for special and unknown tokens."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._look_up(token_id)
         return self._bytes[token_id]
@@ -121,24 +114,18 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """One request's token ids as text, as they come.
-
-    Holds at most three bytes of an incomplete character.
-    """
+    """Turns one request's token ids into text, with at most three bytes held back."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._bytes_of = tokenizer.token_bytes if skip_special_tokens else tokenizer.token_name
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that the ids complete.
-
-        All texts and `flush` together are the text of all ids, as it stands behind other text.
-        """
+        """Return the text that the ids complete; with `flush` it adds up to all text."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
-        """What an incomplete character at the very end becomes."""
+        """Return the text for an incomplete character at the very end."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -146,12 +133,12 @@ class Detokenizer:
 class StopStrings:
     """Strings that end a request when its text contains one.
 
-    Raises ValueError naming what was wrong and what would be right.
+    Raises ValueError naming what is right.
     """
 
     strings: tuple[str, ...] = ()
     is_included: bool = False
-    """Whether the text includes the stop string, or the stop token's text."""
+    """True: the text includes the stop string, or the stop token's text."""
 
     def __post_init__(self) -> None:
         if len(self.strings) > MAX_STOP_STRINGS:
@@ -179,7 +166,7 @@ class OutputText:
     ) -> None:
         """A stop string that is complete within `min_tokens` tokens does not count.
 
-        contents: tells where stop strings count; None: in all of the text.
+        contents: finds the content in which stop strings count; None: all text.
         """
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._stop = stop
@@ -190,10 +177,9 @@ class OutputText:
         self._num_chars = 0
         """Characters of all text so far."""
         self._num_held = 0
-        """Characters at the end of `_untaken` that may be the start of a stop string, or behind one
-        that is not found yet."""
+        """Characters at the end of `_untaken` held back for a possible stop string."""
         self._tail = ""
-        """The last characters of the content, in which a stop string may have begun."""
+        """Last characters of the content, in which a stop string may have begun."""
         self._tail_end = 0
         """Where they end in all text."""
         self.stop_string: str | None = None
@@ -202,7 +188,7 @@ class OutputText:
     def feed(self, token_id: int, is_stop_token: bool = False) -> bool:
         """Add a token's text; True if a stop string ended it.
 
-        Nothing may be added after that, or after a stop token.
+        Nothing may follow that, or a stop token.
         """
         if is_stop_token and not self._stop.is_included:
             return False
@@ -220,21 +206,18 @@ class OutputText:
         return self.stop_string is not None
 
     def take_new(self) -> str:
-        """The text that was not taken before and is known to be output."""
+        """Return new text that is surely output."""
         end = len(self._untaken) - self._num_held
         new, self._untaken = self._untaken[:end], self._untaken[end:]
         return new
 
     def flush(self) -> str:
-        """The text that was held back, at the request's end."""
+        """Return the held text, at the request's end."""
         rest, self._untaken, self._num_held = self._untaken, "", 0
         return rest if self.stop_string is not None else rest + self._detokenizer.flush()
 
     def _search(self, begin: int, content: str) -> None:
-        """Look for a stop string that ends in the next content, which begins there in all text.
-
-        If there are several, the first to end counts.
-        """
+        """Find the first stop string to end in the next content, at offset `begin` of all text."""
         if begin != self._tail_end:
             self._tail = ""
         text, num_old = self._tail + content, len(self._tail)
@@ -254,7 +237,6 @@ class OutputText:
         self._tail = text[len(text) - longest :] if longest < len(text) else text
 
     def _hold(self, num_decided: int) -> None:
-        """Hold back what may begin a stop string, or may be behind one that is not found yet."""
         self._num_held = 0
         if self.stop_string is not None:
             return
@@ -267,9 +249,9 @@ class OutputText:
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder; None if it has neither tokenizer.json nor Kimi's file.
+    """Load a checkpoint's tokenizer; None without tokenizer.json and Kimi's file.
 
-    Raises ValueError, naming the file, if the tokenizer cannot be read or used.
+    Raises ValueError, naming the file, if it cannot be used.
     """
     text = tokenizer_json(checkpoint)
     if text is None:

@@ -1,8 +1,6 @@
 """Metrics of the prefill's engines, from the prefill's latest report.
 
-Enters: reports, on the controller's thread. Leaves: samples for scrapes, rows for the cluster page.
-Does not know: engines, which report nothing themselves. The names are explained in
-docs/use/operate.md.
+docs/use/operate.md explains the names.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from nanocp.values.members import EngineNow
 
 
 class EngineMetrics(Collector):
-    """What engines do, and the frames that wait for them; nothing without engines."""
+    """The state of engines, and the frames that wait for them."""
 
     def __init__(self, registry: CollectorRegistry, urls: tuple[str, ...]) -> None:
         self._engines: Sequence[EngineNow] = [EngineNow(url) for url in urls]
@@ -28,15 +26,15 @@ class EngineMetrics(Collector):
             registry.register(self)
 
     def reported(self, engines: Sequence[EngineNow]) -> None:
-        """The prefill has reported the state of every engine."""
+        """Take the prefill's report on every engine."""
         self._engines = engines
 
     def awaited(self, num_frames: int) -> None:
-        """Take the number of frames that are placed and wait for pages of the prefill."""
+        """Take the number of frames that wait for pages of the prefill."""
         self._num_awaited = num_frames
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each engine's state, for the cluster page and `nanocp top`."""
+        """Return each engine's state, for the cluster page and `nanocp top`."""
         return [
             {
                 "url": engine.url,
@@ -50,7 +48,7 @@ class EngineMetrics(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """One sample of each metric for each engine."""
+        """Yield one sample of each metric for each engine."""
         engines = self._engines
         return families(
             {

@@ -1,9 +1,7 @@
 """The table of metrics: each name once, with its kind, help, labels and buckets.
 
-Enters: names, values. Leaves: metrics for prometheus_client, under the service's prefix. Does not
-know: how a value is found. docs/use/operate.md says what each metric is good for.
-
-An instance's number is the label `engine`, as in vLLM: Prometheus itself owns `instance`.
+An instance's number is the label `engine`, as in vLLM: Prometheus owns `instance`.
+docs/use/operate.md explains the metrics.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ PREFIX = "nanocp:"
 CAPS = ("max_queued_requests", "max_queued_tokens")
 """Refusals name the cap, which becomes the label `reason`."""
 PHASES = ("leave", "load", "join")
-"""What a term that is to come waits for: instances that are in the last one, processes that are not
-there yet, instances that attach to one another."""
+"""Phases before a term: instances leave the last one, processes come, instances attach."""
 NOT_ADMITTED = (FinishReason.REFUSED, FinishReason.INVALID)
 """Counted by their cap, as admission_rejections."""
 
@@ -41,7 +38,7 @@ INTER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 50.0,
              60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 LENGTHS = tuple(m * 10**power for power in range(10) for m in (1, 2, 5))
-"""Up to the model's longest."""
+"""Buckets of lengths; those above the model's longest are left out."""
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Ours.
 PAUSE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0)
@@ -60,8 +57,8 @@ class MetricRow(NamedTuple):
     kind: type[Counter] | type[Histogram] | type[GaugeMetricFamily]
     help: str
     labels: Mapping[str, Sequence[str]] = {}
-    """Each label's values that are shown before they occur: a query then has an answer, and a rate
-    sees the first. None of them for a label whose values come with time."""
+    """Label values shown before they occur, so that a query has an answer and a rate sees the
+    first."""
     buckets: Sequence[float] = ()
 
 
@@ -141,7 +138,7 @@ REQUESTS = {
     "http_requests": _counter(
         "HTTP responses, refusals included.", "handler", "method", "status"),
 }
-"""What clients asked for and got; names and buckets are vLLM's, where it has the metric."""
+"""Requests of clients; names and buckets are vLLM's, where it has the metric."""
 READ = {
     # What the scheduler decided.
     "num_requests_running": _gauge(
@@ -258,20 +255,20 @@ class Recorded:
                 made.labels(*values)
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Something happened, once or as often as `by` says."""
+        """Add `by` to a counter."""
         counter = self.counters[name]
         (counter.labels(*labels) if labels else counter).inc(by)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """A histogram gets a value."""
+        """Add a value to a histogram."""
         histogram = self.histograms[name]
         (histogram.labels(*labels) if labels else histogram).observe(value)
 
 
 def families(values: Mapping[str, float | Mapping[Any, float]]) -> list[Metric]:
-    """Gauges and counters for the page that is being made.
+    """Make gauges and counters for a page.
 
-    values: by a metric's name its value, or those by its label, or by a tuple of its labels.
+    values: by a metric's name its value, or those by its label, or by a tuple of labels.
     """
     made: list[Metric] = []
     for name, found in values.items():
@@ -285,6 +282,6 @@ def families(values: Mapping[str, float | Mapping[Any, float]]) -> list[Metric]:
 
 
 def histogram_family(name: str) -> HistogramMetricFamily:
-    """A histogram for the page that is being made, without its values."""
+    """Make a histogram without values, for a page."""
     row = READ[name]
     return HistogramMetricFamily(PREFIX + name, row.help, labels=list(row.labels))

@@ -1,10 +1,6 @@
-"""What the instances reported of their windows: step times, tokens, bytes, graphs.
+"""Metrics of windows from the instances' reports: step times, tokens, bytes, graphs.
 
-Enters: reports of windows, as they come. Leaves: metrics. Does not know: the scheduler, clients.
-
-A report costs additions to plain numbers. They become metrics when the page is scraped: with the
-library's own observations 32 reports took three times as long as the scheduler's call after them
-(docs/log.md).
+Reports become metrics only at a scrape, since the library's observations are slow (docs/log.md).
 """
 
 from __future__ import annotations
@@ -51,11 +47,10 @@ class InstanceMetrics:
             registry.register(collector)
         self._recorded = Recorded(registry, INSTANCES)
         self._busy_us: dict[int, tuple[int, int]] = {}
-        """By window: (least, most) time that an instance was busy in a step, of those that have
-        reported."""
+        """By window: (least, most) busy time of a reported instance in a step."""
 
     def stepped(self, done: WindowDone, is_complete: bool) -> None:
-        """An instance ran a window. is_complete: it was the last of all instances."""
+        """Record an instance's window. is_complete: it was the last of all instances."""
         engine = done.instance
         self._step.observe(engine, done.step_us / 1e6)
         self._exchange.observe(engine, done.exchange_us / 1e6)
@@ -71,13 +66,11 @@ class InstanceMetrics:
             self._recorded.observe("step_spread_seconds", (most - least) / 1e6)
 
     def resynced(self) -> None:
-        """An instance asked for a full table."""
+        """Record that an instance asked for a full table."""
         self._recorded.count("table_resyncs")
 
 
 class _EngineHistograms(Collector):
-    """A histogram for each instance."""
-
     def __init__(self, name: str, num_engines: int) -> None:
         self._name, self._buckets = name, READ[name].buckets
         self._bounds = [floatToGoString(bound) for bound in (*self._buckets, float("inf"))]  # type: ignore[no-untyped-call]
@@ -85,12 +78,10 @@ class _EngineHistograms(Collector):
         self._sums = [0.0] * num_engines
 
     def observe(self, engine: int, value: float) -> None:
-        """Count one value of an instance."""
         self._counts[engine][bisect_left(self._buckets, value)] += 1
         self._sums[engine] += value
 
     def collect(self) -> Iterable[Metric]:
-        """One family with every instance."""
         family = histogram_family(self._name)
         for engine, (counts, sum_) in enumerate(zip(self._counts, self._sums, strict=True)):
             buckets = list(zip(self._bounds, accumulate(counts), strict=True))
@@ -100,10 +91,8 @@ class _EngineHistograms(Collector):
 
 @dataclass(slots=True)
 class _EngineSums:
-    """What one instance has reported since the start."""
-
     accepted: list[int]
-    """Drafts that were accepted, by their offset; empty if there are never drafts."""
+    """Accepted drafts by their offset; empty without drafts."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     hidden_us: int = 0
@@ -118,14 +107,11 @@ class _EngineSums:
 
 @dataclass(slots=True, eq=False)
 class _Sums(Collector):
-    """Counters of every instance."""
-
     engines: list[_EngineSums]
     windows: dict[tuple[int, int], int] = field(default_factory=dict)
     """By bucket (rows, received): windows that replayed it."""
 
     def add(self, done: WindowDone, num_steps: int) -> None:
-        """Add one instance's report of a window."""
         engine = self.engines[done.instance]
         engine.hidden_us += done.hidden_us * num_steps
         engine.route_bytes += done.route_bytes
@@ -144,7 +130,6 @@ class _Sums(Collector):
             engine.accepted[offset] += num_accepted
 
     def collect(self) -> Iterable[Metric]:
-        """One sample of each metric for each instance, and one for each bucket."""
         engines = list(enumerate(self.engines))
         drafting = [(engine, sums) for engine, sums in engines if sums.accepted]
         return families(

@@ -1,8 +1,4 @@
-"""Pages outside the frames, as metrics: how many there are, come and go, and what that saved.
-
-Enters: a reading of the scheduler's slots. Leaves: metrics; none before the first reading, so that
-a cluster without kv_offload shows none. Does not know: pages, slots.
-"""
+"""Metrics of KV offload: pages in slots, their copies, and the saved prompt tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +22,11 @@ class OffloadMetrics(Collector):
         registry.register(self)
 
     def planned(self, reading: OffloadReading) -> None:
-        """The scheduler was called."""
+        """Take a reading after a call of the scheduler."""
         self._reading = reading
 
     def collect(self) -> Iterable[Metric]:
-        """One sample of each metric for each tier; none before the first reading."""
+        """Yield each metric for each tier; none before the first reading (kv_offload only)."""
         reading = self._reading
         if reading is None:
             return []

@@ -1,8 +1,6 @@
-"""Metrics of recovery: what was lost and why, how long it took to serve again, what was dropped.
+"""Metrics of recovery: losses with their causes, the time to serve again, dropped messages.
 
-Enters: losses, ends and beginnings of terms, dropped messages, on the controller's thread. Leaves:
-samples for scrapes, a row for the cluster page. Does not know: how a service recovers. The names
-are explained in docs/use/operate.md.
+docs/use/operate.md explains the names.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ SEAT_STATES = ("empty", "loading", "serving", "draining")
 
 
 class RecoveryMetrics(Collector):
-    """What recovery does."""
+    """Counts losses and times recoveries."""
 
     def __init__(
         self, registry: CollectorRegistry, now_s: Callable[[], float] = time.monotonic
@@ -32,7 +30,7 @@ class RecoveryMetrics(Collector):
         self._now_s = now_s
         self._term = 1
         self._ended_s: float | None = None
-        """When the term ended that no other has followed; None while one serves."""
+        """Time at which the last term ended; None while one serves."""
         self._phase, self._phase_began_s = PHASES[0], 0.0
         self._phases_s = dict.fromkeys(PHASES, 0.0)
         """How long the term that is to come has waited for each."""
@@ -47,11 +45,11 @@ class RecoveryMetrics(Collector):
     # --- the controller's thread ---
 
     def log_with(self, num_dropped: Callable[[], int]) -> None:
-        """Ask for the calls that the event log lacks when a page is made."""
+        """Set the source of the number of calls that the event log lacks."""
         self._num_unlogged = num_dropped
 
     def count_spares_with(self, num_ready: Callable[[], int]) -> None:
-        """Ask for the spares that could take a seat when a page is made; from any thread."""
+        """Set the source of the number of ready spares, for any thread."""
         self._num_spares = num_ready
 
     def seats(self, states: tuple[str, ...]) -> None:
@@ -59,24 +57,24 @@ class RecoveryMetrics(Collector):
         self._seats = states
 
     def lost(self, kind: str, cause: str) -> None:
-        """A member of this kind was lost."""
+        """Record the loss of a member of this kind."""
         self._num_lost += 1
         self._recorded.count("members_lost", kind, cause)
 
     def term_ended(self) -> None:
-        """No window runs any more."""
+        """Record that no window runs any more."""
         if self._ended_s is None:
             self._ended_s = self._phase_began_s = self._now_s()
             self._phase, self._phases_s = PHASES[0], dict.fromkeys(PHASES, 0.0)
 
     def waits_for(self, phase: str) -> None:
-        """From now on the next term waits for this, one of PHASES."""
+        """Record that the next term waits for this phase, one of PHASES."""
         now_s = self._now_s()
         self._phases_s[self._phase] += now_s - self._phase_began_s
         self._phase, self._phase_began_s = phase, now_s
 
     def term_began(self, term: int, cause: str) -> None:
-        """Windows run again."""
+        """Record that windows run again."""
         self._term = term
         self._recorded.count("regroups", cause)
         if self._ended_s is not None:
@@ -87,31 +85,31 @@ class RecoveryMetrics(Collector):
             self._ended_s = None
 
     def submitted_again(self) -> None:
-        """A front end submits a request that it had submitted before."""
+        """Record that a front end submits a request again."""
         self._recorded.count("request_attempts")
 
     def placed(self, attempt: int, prompt_len: int, num_cached: int) -> None:
-        """An attempt of a request has a row, and KV of these first tokens of its prompt is there.
+        """Record an attempt with a row, and the first tokens of its prompt that have KV.
 
-        prompt_len: tokens of prompt and known output. Of the last one no KV is needed.
+        prompt_len: with known output; the last token needs no KV.
         """
         if attempt:
             self._recorded.count("replayed_tokens", by=prompt_len - 1 - num_cached)
             self._recorded.count("pages_kept", by=-(-num_cached // PAGE_SIZE))
 
     def waits(self, num_held: int, num_tickets: int) -> None:
-        """Take how many requests wait for their next attempt, and tickets for an answer."""
+        """Take the numbers of requests that wait for an attempt, and of unanswered tickets."""
         self._num_held, self._num_tickets = num_held, num_tickets
 
     def dropped(self, report: Report) -> None:
-        """A report of an earlier term was dropped."""
+        """Record that a report of an earlier term was dropped."""
         kind = re.sub("(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
         self._recorded.count("stale_messages", kind)
 
     # --- any thread ---
 
     def row(self) -> dict[str, Any]:
-        """What the cluster page and `nanocp top` show."""
+        """Return the values for the cluster page and `nanocp top`."""
         ended_s = self._ended_s
         return {
             "term": self._term,
@@ -123,7 +121,7 @@ class RecoveryMetrics(Collector):
         }
 
     def collect(self) -> Iterable[Metric]:
-        """One sample of each metric that is known when a page is made."""
+        """Yield one sample of each known metric."""
         seats = {state: self._seats.count(state) for state in SEAT_STATES}
         return families(
             {

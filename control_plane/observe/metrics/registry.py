@@ -1,7 +1,6 @@
-"""All metrics of the service, in a registry of their own: one part for each source.
+"""All metrics of the service in their own registry, one part for each source.
 
-Enters: a configuration. Leaves: a registry for /metrics. Does not know: what is measured. The names
-are listed and explained in docs/use/operate.md.
+docs/use/operate.md explains the names.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from nanocp.config.scheduler import SchedulerConfig
 
 
 class Metrics:
-    """What the service measures."""
+    """The parts of the service's metrics."""
 
     def __init__(
         self, cluster: ClusterConfig, scheduler: SchedulerConfig, engine_urls: tuple[str, ...] = ()

@@ -1,8 +1,4 @@
-"""What clients asked for and got: latencies, lengths, ends, and answers over HTTP.
-
-Enters: what the front ends observed of each request. Leaves: metrics. Does not know: the scheduler,
-instances. Names, suffixes and buckets are vLLM's, where vLLM has the metric.
-"""
+"""Metrics of requests: latencies, lengths, ends, and answers over HTTP, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,13 +10,13 @@ from nanocp.values.plan import FinishReason
 
 
 class RequestMetrics(Observer):
-    """An Observer of every front end, each in a thread of its own."""
+    """An Observer of every front end, each in its own thread."""
 
     def __init__(self, registry: CollectorRegistry, max_model_len: int) -> None:
         self._recorded = Recorded(registry, REQUESTS, max_model_len)
 
     def inter_token_sums(self) -> tuple[int, float]:
-        """(tokens, seconds between them) that clients got since the start; from any thread."""
+        """Return (tokens, seconds between them) of clients since the start; from any thread."""
         (family,) = self._recorded.histograms["inter_token_latency_seconds"].collect()
         sums = {
             sample.name.rsplit("_", 1)[1]: sample.value
@@ -30,7 +26,7 @@ class RequestMetrics(Observer):
         return int(sums["count"]), sums["sum"]
 
     def http_responded(self, endpoint: str, method: str, status: int) -> None:
-        """An HTTP response began. Labels are vLLM's (prometheus-fastapi-instrumentator): `4xx`."""
+        """Record an HTTP response. Labels are vLLM's (prometheus-fastapi-instrumentator): `4xx`."""
         self._recorded.count("http_requests", endpoint, method, f"{status // 100}xx")
 
     # --- observer.Observer ---
@@ -52,7 +48,7 @@ class RequestMetrics(Observer):
             self._recorded.observe("stream_pause_seconds", interval_s, paused_by)
 
     def on_finished(self, reason: FinishReason, request: EndedRequest) -> None:
-        """A request ended; a refusal is counted elsewhere, where its cap is known."""
+        """Record an ended request; a refusal is counted elsewhere, with its cap."""
         if reason in NOT_ADMITTED:
             return
         self._recorded.count("request_success", reason.value)

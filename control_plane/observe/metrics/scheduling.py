@@ -1,10 +1,4 @@
-"""What the scheduler decided: loads, balance, admissions and refusals, and its own time.
-
-Enters: the scheduler after each of its calls, and what a call did. Leaves: metrics. Does not know:
-clients, what instances report.
-
-Gauges are made when the page is scraped, so that a call costs one assignment.
-"""
+"""Metrics of the scheduler: loads, balance, admissions and refusals, and its own time."""
 
 from __future__ import annotations
 
@@ -28,16 +22,16 @@ _VERSION = version("nanocp")
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """The scheduler's state after its latest call, as one value: a scrape sees all or nothing."""
+    """The state after the latest call, as one value: a scrape sees all or nothing."""
 
     num_placed: int = 0
     num_prefilling: int = 0
     num_queued: int = 0
     num_tenants: int = 0
     spread: int = 0
-    """Served tokens of the waiting tenant served most, less those of the least."""
+    """Served tokens of the most served waiting tenant, less those of the least served."""
     head_arrived_us: int | None = None
-    """When the first request of the queue arrived; None if the queue is empty."""
+    """Arrival of the first request in the queue; None if it is empty."""
     loads: Sequence[InstanceLoad] = ()
     attention_rows: Sequence[int] = ()
     rows_committed: Sequence[int] = ()
@@ -51,7 +45,7 @@ class SchedulingMetrics(Collector):
     def __init__(
         self, registry: CollectorRegistry, cluster: ClusterConfig, row_tokens: int
     ) -> None:
-        """row_tokens: what a row costs, in KV tokens (scheduler.costs)."""
+        """row_tokens: the cost of a row, in KV tokens (scheduler.costs)."""
         self._cluster, self._row_tokens = cluster, row_tokens
         # Before the first call every frame is free.
         empty = [0] * cluster.num_instances
@@ -62,7 +56,7 @@ class SchedulingMetrics(Collector):
 
     @property
     def load(self) -> ClusterLoad:
-        """What is decided after the scheduler's latest call; from any thread."""
+        """The load after the scheduler's latest call; from any thread."""
         now = self._decided
         return ClusterLoad(
             now.num_placed - now.num_prefilling,
@@ -78,9 +72,9 @@ class SchedulingMetrics(Collector):
         has_window: bool,
         num_prefilling: int = 0,
     ) -> None:
-        """The scheduler was called: how long it took, and whether it issued a window.
+        """Record a call of the scheduler with its time and result.
 
-        num_prefilling: placed requests whose KV is not there yet.
+        num_prefilling: placed requests without their KV.
         """
         self._recorded.observe("scheduler_seconds", seconds)
         state, queue = scheduler.decided
@@ -114,23 +108,23 @@ class SchedulingMetrics(Collector):
             self._recorded.count("admission_rejections", cap)
 
     def placed(self, cp_degree: int) -> None:
-        """A request got its frames: at first, or after it was preempted."""
+        """Record that a request got its frames, at first or after a preemption."""
         self._recorded.observe("cp_degree", cp_degree)
 
     def binding_changed(self) -> None:
-        """A placed request was re-bound, or its KV binding changed."""
+        """Record that a placed request was re-bound, or its KV binding changed."""
         self._recorded.count("binding_changes")
 
     def moving(self, num_pages: int) -> None:
-        """This number of pages is on its way to another instance."""
+        """Record this number of pages on their way to another instance."""
         self._recorded.count("pages_moved", by=num_pages)
 
     def preempted(self) -> None:
-        """A request must wait for frames again."""
+        """Record that a request must wait for frames again."""
         self._recorded.count("num_preemptions")
 
     def collect(self) -> Iterable[Metric]:
-        """What is decided after the latest call, as one sample of each metric and instance."""
+        """Yield the state after the latest call."""
         now = self._decided
         head_us = now.head_arrived_us
         loads = {i: load for i, load in enumerate(now.loads) if load.num_frames}
@@ -172,5 +166,5 @@ class SchedulingMetrics(Collector):
 
 
 def _balance(values: Collection[int]) -> float:
-    """Mean / max; 1 for no load at all, which is even."""
+    """Return mean / max; 1 without load."""
     return sum(values) / len(values) / max(values) if any(values) else 1.0

@@ -1,7 +1,6 @@
-"""What the stages of a pipeline waited for, by cause: their bubbles.
+"""Metrics of the bubbles of a pipeline's stages: their waits by cause.
 
-Enters: reports of passes, on the controller's thread. Leaves: samples for scrapes, shares for the
-cluster page. Does not know: passes, layers. The names are explained in docs/use/operate.md.
+docs/use/operate.md explains the names.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from nanocp.values.passes import WAIT_CAUSES
 from nanocp.values.plan import WindowDone
 
 _NUM_PASSES = 64
-"""The latest passes, over which shares are taken."""
+"""Latest passes over which shares are taken."""
 
 
 class StageMetrics(Collector):
@@ -29,14 +28,14 @@ class StageMetrics(Collector):
         self._latest: list[deque[tuple[int, ...]]] = [
             deque(maxlen=_NUM_PASSES) for _ in range(num_stages)
         ]
-        """For each stage and pass: us in which it was busy, and waits by cause."""
+        """For each stage and pass: busy us, then waits by cause."""
         if num_stages:
             registry.register(self)
 
     def ran(self, done: WindowDone, was_at_rest: bool) -> None:
-        """A stage ran a pass. was_at_rest: no pass was in flight when this one was sent.
+        """Record a stage's pass.
 
-        Then the wait for a pass is no bubble: there was nothing to do.
+        was_at_rest: none was in flight before it, so the wait is no bubble.
         """
         waits_us = [
             0 if was_at_rest and cause == "work" else us
@@ -48,7 +47,7 @@ class StageMetrics(Collector):
         self._latest[done.instance].append((done.step_us - done.exchange_us, *waits_us))
 
     def shares(self, stage: int) -> dict[str, float]:
-        """Idle share of a stage by cause, over its latest passes; empty before the first."""
+        """Return a stage's idle share by cause, over its latest passes."""
         latest = self._latest[stage]
         if not latest:
             return {}
@@ -57,7 +56,7 @@ class StageMetrics(Collector):
         return {cause: us / total_us for cause, us in zip(WAIT_CAUSES, waits_us, strict=True)}
 
     def collect(self) -> Iterable[Metric]:
-        """One sample for each stage and cause."""
+        """Yield one sample for each stage and cause."""
         waits_s = {
             (stage, cause): us / 1e6
             for stage, sums_us in enumerate(self._sums_us)

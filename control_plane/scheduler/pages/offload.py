@@ -1,12 +1,7 @@
-"""Pages outside the frames: which page is in which slot of which instance, and what is copied when.
+"""KV offload: the pages in slots outside the frames, and the copies into and out of them.
 
-Enters: pages that are written, requests that are placed or preempted, answers of instances. Leaves:
-pages to stow and to fetch, in the answer. Does not know: tokens, how a page is copied.
-
-An instance has two tiers: memory, and a file behind it. Each page is stowed once in the cluster,
-as soon as it is full, so that a frame can be taken at any time without a copy. A full memory gives
-its least recently used page to the file, and a full file drops one. A page that is being fetched is
-pinned; one that is being stowed is not found before its instance has confirmed it.
+Each page is offloaded once, as soon as it is full, so a frame can be taken without a copy. A full
+memory gives its least recently used page to the file; a full file drops one.
 """
 
 from __future__ import annotations
@@ -28,11 +23,11 @@ from nanocp.values.offload import Fetch, StoredPage, Stow, TransferMissed, Writt
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, TransferDone, TransferFenced
 
 MAX_COPYING = 16
-"""Pages of one instance that are on their way from frames into slots at a time."""
+"""Most pages of one instance that are being copied from frames into slots."""
 
 
 class OffloadReading(NamedTuple):
-    """The slots of a cluster at one time. Pairs are of memory and of files."""
+    """The use of a cluster's slots. Pairs are of memory and file."""
 
     num_kept: tuple[int, ...]
     """Pages that can be found."""
@@ -42,8 +37,6 @@ class OffloadReading(NamedTuple):
 
 
 class _Stowing(NamedTuple):
-    """Pages on their way into slots of one tier."""
-
     tier: Tier
     pages: list[tuple[Key, int]]
     """(page, slot)."""
@@ -51,7 +44,7 @@ class _Stowing(NamedTuple):
 
 
 class Offload:
-    """The slots of a cluster. Off, it does nothing and costs nothing."""
+    """The slots of a cluster. It does nothing when it is off."""
 
     def __init__(
         self,
@@ -68,11 +61,11 @@ class Offload:
         self._quarantine, self._answer = quarantine, answer
         instances = range(len(state.frames))
         self.tiers = [self._empty() for _ in instances]
-        """By instance: memory and file."""
+        """Memory and file, by instance."""
         self.instance_of: dict[Key, int] = {}
-        """Where each page is that can be found in a slot."""
+        """Instance of each page that can be found in a slot."""
         self._queued: list[dict[bytes, int]] = [{} for _ in instances]
-        """By instance: pages to stow and their frames, the oldest first."""
+        """By instance: pages to offload -> frames, the oldest first."""
         self._num_copying = [0 for _ in instances]
         self._copying: set[Key] = set()
         """Pages on their way into slots."""
@@ -81,16 +74,16 @@ class Offload:
         self._fetching: dict[int, list[Key]] = {}
         """By ticket: pages that are read for it."""
         self.pins: Counter[Key] = Counter()
-        """Tickets that each page is read for, at least 1."""
+        """Number of tickets that each page is read for, at least 1."""
         self._preempted: dict[int, tuple[int, int]] = {}
-        """Preempted request -> (tokens that it had, ticket of its own pages)."""
+        """Preempted request -> (its tokens, ticket of its own pages)."""
         self._state_pages = range(CARRY_PAGE, CARRY_PAGE + state.cluster.carry_pages)
         self._leaving: deque[Request] = deque()
-        """Ended requests that a window in flight may still write pages of."""
+        """Ended requests whose pages a window in flight may still write."""
         self.num_hit_tokens = 0
         """Prompt tokens of placed requests whose pages came from slots."""
         self.num_stowed, self.num_fetched = [0, 0], [0, 0]
-        """Pages that were written to memory and file since the start, and those read from them."""
+        """Pages written to (memory, file) and read from them since the start."""
         sharing.new_pages = [] if self.is_on else None
 
     def _empty(self) -> tuple[Tier, Tier]:
@@ -99,7 +92,7 @@ class Offload:
 
     @property
     def reading(self) -> OffloadReading:
-        """What metrics show."""
+        """The numbers that metrics show."""
         num_kept = [sum(len(tiers[kind].kept) for tiers in self.tiers) for kind in (0, 1)]
         stowed, fetched = tuple(self.num_stowed), tuple(self.num_fetched)
         return OffloadReading(tuple(num_kept), stowed, fetched, self.num_hit_tokens)
@@ -107,7 +100,7 @@ class Offload:
     # --- what requests do
 
     def written(self, pages: Iterable[WrittenPage]) -> None:
-        """Rows have filled pages: others find them from now on, also those of ended requests."""
+        """Let others find pages that rows have filled."""
         for request_id, attempt, page, page_hash in pages:
             request = self._state.requests.get(request_id)
             is_over = request is None or request.arrival.attempt != attempt
@@ -120,7 +113,7 @@ class Offload:
                 self._sharing.written_page(request, page, is_over)
 
     def released(self, request: Request) -> None:
-        """The request gives up its frames; windows in flight may have it still."""
+        """Record that the request gave up its frames; a window may still have it."""
         if self.is_on:
             if request.ticket is not None:
                 self.over(request.ticket)
@@ -138,10 +131,9 @@ class Offload:
             self._leaving.popleft()
 
     def placed(self, request: Request, is_recomputed: bool) -> None:
-        """Let pages of its ticket come from slots, as far as they follow each other.
+        """Fetch pages of the request's ticket from slots, as far as they are contiguous.
 
-        Pages that it shares count as used, and are stowed if they are in no slot. is_recomputed:
-        see Arrival.
+        Shared pages count as used, and are offloaded too. is_recomputed: see Arrival.
         """
         if not self.is_on:
             return
@@ -169,9 +161,10 @@ class Offload:
         self._use(request.page_hashes)
 
     def _found(self, request: Request) -> list[tuple[Key, StoredPage]]:
-        """Pages of the request's ticket, from the first on, that are in slots.
+        """Return the ticket's pages, from the first on, that are in slots.
 
-        A state counts as a whole only, and at its position (protocol.md, state of the position).
+        A recurrent state counts only whole and at its position (protocol.md, state of the
+        position).
         """
         num_tokens = request.arrival.prompt_len - 1
         num_then, ticket = self._preempted.get(request.request_id, (-1, -1))
@@ -190,12 +183,12 @@ class Offload:
         return found
 
     def over(self, ticket: int) -> None:
-        """All pages of the ticket are there, or it is fenced: what is read now is refused."""
+        """Record that the ticket is complete or fenced: its reads are refused."""
         for key in self._fetching.pop(ticket, ()):
             self._unpin(key)
 
     def missed(self, event: TransferMissed) -> None:
-        """The instance could not read some page of the ticket: forget all that it was asked for."""
+        """Forget all pages of a ticket that the instance could not read."""
         for key in self._fetching.pop(event.ticket, ()):
             self._unpin(key)
             # A page that another ticket reads stays until that one is over.
@@ -212,10 +205,9 @@ class Offload:
     # --- copies into slots
 
     def stow_all(self, request: Request) -> tuple[int, tuple[int, ...]] | None:
-        """Stow every page of a stopped request that is in no slot, its last one and state too.
+        """Offload all pages of a stopped request, with its last page and recurrent state.
 
-        Its frames stay until the instances that are returned have answered for the ticket. None if
-        there is nothing to copy.
+        Its frames stay until the returned instances have answered for the ticket. None: no copy.
         """
         num_full, rest = divmod(request.position, PAGE_SIZE)
         if not self.is_on or len(request.page_hashes) < num_full:
@@ -247,7 +239,7 @@ class Offload:
         return (ticket, tuple(instances)) if instances else None
 
     def plan(self) -> None:
-        """Stow queued pages, as far as not too many are on their way."""
+        """Offload queued pages within the bound on copies."""
         if not self.is_on:
             return
         for instance, frame, page_hash in self._sharing.take_new_pages():
@@ -277,7 +269,7 @@ class Offload:
             del queued[next(iter(queued))]
 
     def _next_pages(self, instance: int) -> list[tuple[Key, int]]:
-        """(page, frame) of the oldest queued pages that are there and in no slot."""
+        """Skip queued pages that are gone or already in a slot."""
         queued, ledger = self._queued[instance], self._state.frames[instance]
         pages: list[tuple[Key, int]] = []
         while queued and len(pages) < MAX_COPYING - self._num_copying[instance]:
@@ -289,10 +281,7 @@ class Offload:
         return pages
 
     def _take_slots(self, instance: int, pages: list[tuple[Key, int]]) -> list[tuple[Key, int]]:
-        """(page, slot) in memory for the first of the pages, as far as there are slots.
-
-        Pages that leave the memory for them go to the file before.
-        """
+        """Return (page, memory slot) within the free slots; older pages go to the file."""
         host, file = self.tiers[instance]
         slots: list[tuple[Key, int]] = []
         demoted: list[tuple[Key, int]] = []
@@ -334,7 +323,7 @@ class Offload:
             self._num_copying[instance] += len(slots)
 
     def answered(self, event: TransferDone | TransferFenced) -> None:
-        """If the ticket is that of a copy into slots: its pages can be found now, or never."""
+        """Make pages findable, or drop them, if the ticket was for a copy into slots."""
         stowing = self._stowing.pop((event.ticket, event.instance), None)
         if stowing is None:
             return
@@ -360,21 +349,20 @@ class Offload:
         return host if key in host.kept else file
 
     def _use(self, page_hashes: Sequence[bytes]) -> None:
-        """A request uses these pages. The first ones are given up last: they come first again."""
+        """Mark pages as used. The first ones are given up last."""
         for key in reversed(page_hashes):
             if key in self.instance_of:
                 kept = self._tier_of(key).kept
                 kept[key] = kept.pop(key)
 
     def _drop(self, key: Key) -> None:
-        """The page is of no use any more, or cannot be read."""
         if key in self.instance_of:
             tier = self._tier_of(key)
             tier.free.append(tier.kept.pop(key))
             del self.instance_of[key]
 
     def forget(self, request_id: int) -> None:
-        """Pages that a preempted request has alone, if any, are of no use any more."""
+        """Drop the pages that only this preempted request has."""
         num_tokens, ticket = self._preempted.pop(request_id, (0, -1))
         for page in (num_tokens // PAGE_SIZE, *self._state_pages):
             self._drop(OwnPage(request_id, ticket, page))
@@ -382,7 +370,7 @@ class Offload:
     # --- terms
 
     def end_term(self) -> None:
-        """Nothing is copied any more; pages that were confirmed stay where they are."""
+        """Stop all copies; confirmed pages stay."""
         for stowing in self._stowing.values():
             stowing.tier.free += [slot for _, slot in stowing.pages]
         self._stowing.clear()
@@ -395,7 +383,7 @@ class Offload:
             self.forget(request_id)
 
     def lose(self, instance: int) -> None:
-        """Another process has the seat, or none: its slots are empty."""
+        """Empty the slots of a seat whose process changed or left."""
         for tier in self.tiers[instance]:
             for key in tier.kept:
                 del self.instance_of[key]
@@ -403,7 +391,7 @@ class Offload:
         self._queued[instance].clear()
 
     def check(self) -> None:
-        """Every slot is free, being filled, or has a page that is found. For invariants."""
+        """Check that every slot is free, being filled, or found."""
         filling: dict[int, list[int]] = {}
         for stowing in self._stowing.values():
             filling.setdefault(id(stowing.tier), []).extend(slot for _, slot in stowing.pages)

@@ -1,9 +1,4 @@
-"""Prefix sharing: several requests read the full pages of a common prompt prefix where they are.
-
-Enters: an arrival's page hashes, a policy's proposal, requests whose prompt is written. Leaves: a
-layout that shares the pages that are there, where that is worth it. Does not know: tokens, tickets,
-when a page goes (a ledger keeps the page of a free frame until the frame is taken).
-"""
+"""Prefix sharing: requests read the full pages of a common prompt prefix in the same frames."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
 
 
 class PrefixSharing:
-    """Finds pages, and says when sharing them is worth it."""
+    """Finds pages, and decides whether sharing them is worth it."""
 
     def __init__(self, state: ClusterState, is_on: bool) -> None:
         self._state = state
@@ -25,20 +20,18 @@ class PrefixSharing:
         self.num_queried_tokens = 0
         """Prompt tokens of placed requests that brought page hashes."""
         self.num_hit_tokens = 0
-        """Prompt tokens of placed requests that were in the cluster already."""
+        """Prompt tokens of placed requests that were already in the cluster."""
         self.new_pages: list[tuple[int, int, bytes]] | None = None
-        """(instance, frame, hash) of pages that can be found since the last `take_new_pages`.
-
-        None: nobody asks.
-        """
+        """(instance, frame, hash) of pages found first since `take_new_pages`; None: not
+        recorded."""
 
     @property
     def hit_rate(self) -> float:
-        """Share of looked-up prompt tokens that were in the cluster; 0 before the first look-up."""
+        """The share of looked-up prompt tokens found; 0 before the first look-up."""
         return self.num_hit_tokens / max(self.num_queried_tokens, 1)
 
     def layout(self, proposal: Proposal, arrival: Arrival, num_growth: int) -> Layout | None:
-        """Where the arrival's pages go: as proposed, or nearer to pages that are worth sharing.
+        """Lay out the arrival's pages as proposed, or nearer to pages that are worth sharing.
 
         num_growth: pages for coming tokens. None if the cluster cannot hold them now.
         """
@@ -50,23 +43,20 @@ class PrefixSharing:
         return lay_out(self._state, proposal, num_growth)
 
     def placed(self, request: Request, arrival: Arrival) -> None:
-        """The request has its frames."""
+        """Count the shared tokens of a request that has its frames."""
         if self._is_on and arrival.page_hashes and arrival.needs_prefill:
             request.page_hashes = arrival.page_hashes
             self.num_queried_tokens += arrival.prompt_len
             self.num_hit_tokens += request.num_shared * PAGE_SIZE
 
     def adopted(self, request: Request, arrival: Arrival) -> None:
-        """The request has frames with the KV of its prompt: others may read its full pages."""
+        """Share the pages of a request that already have KV."""
         if self._is_on and arrival.needs_prefill:
             request.page_hashes = arrival.page_hashes
             self.written(request)
 
     def written(self, request: Request, num_tokens: int | None = None) -> None:
-        """Whoever reads them later finds the request's first num_tokens tokens; None: the prompt.
-
-        From now on others may read the full pages of them.
-        """
+        """Let others share the full pages of the first num_tokens tokens; None: of the prompt."""
         hashes = request.page_hashes
         end_page = len(hashes) if num_tokens is None else min(num_tokens // PAGE_SIZE, len(hashes))
         for run in request.runs:
@@ -76,9 +66,9 @@ class PrefixSharing:
                 self._cache(run.instance, run.frame + page - run.first_page, hashes[page])
 
     def written_page(self, request: Request, page: int, is_over: bool) -> None:
-        """A row has filled a page of its own, whose hash the request has now.
+        """Let others share a page that a row has filled.
 
-        is_over: the request has ended, and its frames are quarantined still.
+        is_over: the request has ended, and its frames are still quarantined.
         """
         run = request.runs[request.run_of(page * PAGE_SIZE)]
         frame = run.frame + page - run.first_page
@@ -92,14 +82,14 @@ class PrefixSharing:
             self.new_pages.append((instance, frame, page_hash))
 
     def take_new_pages(self) -> list[tuple[int, int, bytes]]:
-        """(instance, frame, hash) of pages that can be found since the last time."""
+        """Return new (instance, frame, hash) of findable pages."""
         taken, self.new_pages = self.new_pages or [], []
         return taken
 
     def _find(self, page_hashes: tuple[bytes, ...], proposal: Proposal) -> SharedPrefix:
-        """The pages that are there, on no more instances than the proposal has and all of one node.
+        """Find shared pages on one node and on no more instances than the proposal has.
 
-        For one request, more links cost more than its prefix is worth.
+        More links would cost more than the prefix is worth.
         """
         state = self._state
         frames, candidates = state.frames, state.open
@@ -136,7 +126,6 @@ class PrefixSharing:
         return SharedPrefix(tuple(runs), pages_on, frames_on)
 
     def _num_held(self, instance: int, page_hashes: tuple[bytes, ...], first_page: int) -> int:
-        """Pages in a row, from first_page on, that are on the instance."""
         find = self._state.frames[instance].find
         page = first_page
         while page < len(page_hashes) and find(page_hashes[page]) is not None:
@@ -144,12 +133,10 @@ class PrefixSharing:
         return page - first_page
 
     def _drawn(self, proposal: Proposal, shared: SharedPrefix, prompt_len: int) -> Proposal | None:
-        """The proposal with the MoE binding where the prefix is; None if it costs too much balance.
+        """Move the proposal's MoE binding to the prefix; None if that costs too much balance.
 
-        WaterFill spreads the pages that are not shared. Sharing may cost one row more than the
-        policy's MoE binding would have, and twice the prompt's length above the peak of the
-        policy's proposal; up to the cluster's present peaks it costs nothing. So a prefix that many
-        requests have is soon in several places.
+        It may add one row, and tokens above the proposal's peak by twice the prompt. Up to the
+        cluster's peaks it is free, so a popular prefix soon has several copies.
         """
         state, pages_on, rows = self._state, shared.pages_on, self._state.loads.num_rows
         moe_binding = proposal.moe_binding

@@ -1,9 +1,4 @@
-"""Freed frames that an instance or a prefill may still write to (protocol.md, quarantine).
-
-Enters: frames, the last window sent that contains their request, the instances of its binding, the
-receivers of its ticket that have not answered. Leaves: frames that nothing can write to any more.
-Does not know: why the request ended.
-"""
+"""Freed frames that an instance or a prefill may still write to (protocol.md, quarantine)."""
 
 from __future__ import annotations
 
@@ -15,22 +10,22 @@ from control_plane.scheduler.state.frame_ledger import FrameRun
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Frames of one ended request, by instance, and how many reports and answers they wait for."""
+    """Frames of one ended request, and the reports and answers they wait for."""
 
     frames: dict[int, list[FrameRun]]
     num_awaited: int = 0
 
 
 class Quarantine:
-    """Counts down what each ended request waits for."""
+    """Counts down the reports and answers that each ended request waits for."""
 
     def __init__(self, num_instances: int) -> None:
         self.last_reported = [-1] * num_instances
-        """The last window that each instance has reported, -1 before the first."""
+        """Last window that each instance has reported, -1 before the first."""
         self.seats: Collection[int] = range(num_instances)
-        """Instances of the term: no other has a window to report."""
+        """Instances of the term; others report no window."""
         self._by_window: list[dict[int, list[Held]]] = [{} for _ in range(num_instances)]
-        """By instance: window -> what waits for its report."""
+        """By instance: window -> entries that wait for its report."""
         self._by_ticket: dict[tuple[int, int], Held] = {}
         self._num_held = 0
 
@@ -45,9 +40,9 @@ class Quarantine:
         ticket: int | None,
         receivers: Iterable[int],
     ) -> dict[int, list[FrameRun]]:
-        """Hold frames until bound instances have reported the window and receivers have answered.
+        """Hold frames until bound instances report the window and receivers answer.
 
-        Returns what is free at once: all frames, or none.
+        Returns frames that are free at once: all or none.
         """
         held = Held(frames)
         if last_window is not None:
@@ -72,10 +67,7 @@ class Quarantine:
     def windows_reported(
         self, reports: Iterable[tuple[int, int]]
     ) -> list[dict[int, list[FrameRun]]]:
-        """Instances have run every step of a window: what became free.
-
-        reports: (instance, window) of each.
-        """
+        """Record (instance, window) of windows that are over; return the freed frames."""
         last_reported, by_window = self.last_reported, self._by_window
         freed: list[dict[int, list[FrameRun]]] = []
         for instance, window in reports:
@@ -89,20 +81,20 @@ class Quarantine:
         return freed
 
     def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[FrameRun]]]:
-        """The receiver has all pages of the ticket or refuses the rest: what became free."""
+        """Record a receiver that will write no more; return the freed frames."""
         held = self._by_ticket.pop((ticket, instance), None)
         return [held.frames] if held is not None and self._is_released(held) else []
 
     def end_term(self, last_window: int) -> list[dict[int, list[FrameRun]]]:
-        """End all windows up to the last one and all tickets, reported or not.
+        """End all windows up to the last one and all tickets: every member has left or is lost.
 
-        Every member has left the term or is lost. Returns all that was held.
+        Returns all that was held.
         """
         self.last_reported = [last_window] * len(self.last_reported)
         return self.give_up()
 
     def give_up(self) -> list[dict[int, list[FrameRun]]]:
-        """The cluster has ended, and no report or answer will come: returns all that is held."""
+        """Return all that is held, since no answer will come."""
         frames = [held.frames for held in self._all()]
         self._by_ticket, self._num_held = {}, 0
         for by_window in self._by_window:
@@ -110,7 +102,7 @@ class Quarantine:
         return frames
 
     def frames(self) -> Iterator[tuple[int, int]]:
-        """Every held (instance, frame), once for each hold. For invariants."""
+        """Yield every held (instance, frame), once for each hold. For invariants."""
         for held in self._all():
             for instance, runs in held.frames.items():
                 yield from (
@@ -123,7 +115,6 @@ class Quarantine:
         return {id(held): held for group in groups for held in group}.values()
 
     def _is_released(self, held: Held) -> bool:
-        """One report or answer less to wait for; returns whether it was the last."""
         held.num_awaited -= 1
         self._num_held -= held.num_awaited == 0
         return held.num_awaited == 0

@@ -1,8 +1,4 @@
-"""Tickets: each lets the pages of one transfer be written, until all its receivers confirmed it.
-
-Enters: transfers that begin, confirmations, requests that end. Leaves: transfers and fences for the
-answer. Does not know: frames, windows, what is done once the pages are there.
-"""
+"""Tickets: each permits writes of one transfer's pages until all its receivers confirmed it."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ class Tickets:
     """The tickets in force. A request has at most one."""
 
     def __init__(self, answer: Answer, arriving_tokens: list[int]) -> None:
-        """arriving_tokens: tokens under way to each instance, kept up to date from now on."""
+        """arriving_tokens: tokens under way to each instance, to keep up to date."""
         self._answer = answer
         self._arriving_tokens = arriving_tokens
         self._owners: dict[int, Request] = {}
         self._unfilled: dict[int, int] = {}
-        """Tokens of each ticket in force that the prefill fills."""
+        """Tokens that the prefill fills, by ticket in force."""
         self.num_unfilled_tokens = 0
-        """The sum of these tokens: KV that frames are placed for and may not have yet."""
+        """Sum of these tokens: KV that has frames and may not have arrived."""
         self.num_issued = 0
         """The number of the newest ticket: those of earlier controllers count too."""
 
@@ -30,17 +26,17 @@ class Tickets:
         return len(self._owners)
 
     def are_full(self, arrival: Arrival, max_tokens: int) -> bool:
-        """Whether frames of the request would stand empty beside too many others; 0: no bound."""
+        """Return whether too many frames stand empty already; 0: no bound."""
         unfilled = self.num_unfilled_tokens
         is_over = 0 < max_tokens < unfilled + arrival.prompt_len and unfilled > 0
         return is_over and arrival.needs_prefill
 
     def owner(self, ticket: int) -> Request | None:
-        """The request whose pages the ticket lets be written; None if it is not in force."""
+        """Return the request whose pages may be written; None if the ticket is not in force."""
         return self._owners.get(ticket)
 
     def next_number(self) -> int:
-        """Count one more ticket, of whatever kind."""
+        """Return the number of a new ticket of any kind."""
         self.num_issued += 1
         return self.num_issued
 
@@ -51,9 +47,9 @@ class Tickets:
         targets: tuple[TargetRun, ...],
         source: int | None = None,
     ) -> None:
-        """Let pages of the request's first num_tokens tokens be written.
+        """Permit writes of the pages of the request's first num_tokens tokens at these targets.
 
-        targets: where they go. source: the instance that sends them; None: the prefill.
+        source: the instance that sends them; None: the prefill.
         """
         request.ticket = self.next_number()
         request.receivers = {}
@@ -70,10 +66,7 @@ class Tickets:
         )
 
     def confirmed(self, request: Request, instance: int) -> bool:
-        """Note that the receiver has all its pages of the request's ticket.
-
-        True: it was the last, and the ticket is over.
-        """
+        """Record that the receiver has all its pages; True if the ticket is over."""
         assert request.ticket is not None
         self._arriving_tokens[instance] -= request.receivers.pop(instance, 0)
         if request.receivers:
@@ -91,7 +84,7 @@ class Tickets:
         self.num_unfilled_tokens -= self._unfilled.pop(ticket, 0)
 
     def end_term(self) -> None:
-        """No ticket is in force any more: receivers have forgotten theirs, prefill is to stop."""
+        """End all tickets, which receivers have forgotten."""
         for ticket, request in self._owners.items():
             self._answer.fences.append(Fence(ticket, ()))
             self._count(request, -1)
@@ -102,10 +95,9 @@ class Tickets:
         self.num_unfilled_tokens = 0
 
     def fence(self, request: Request) -> None:
-        """The request ends: receivers of its ticket, if it has one, refuse what has not come.
+        """End the request's ticket, if any: its receivers refuse the missing pages.
 
-        The request keeps ticket and receivers: its frames wait for their answers (protocol.md,
-        quarantine).
+        The request keeps both: its frames wait for answers (protocol.md, quarantine).
         """
         if request.ticket is not None:
             self._forget(request.ticket)

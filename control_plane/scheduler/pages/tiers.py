@@ -1,8 +1,4 @@
-"""The slots of one tier of one instance, and which of them is given up first.
-
-Enters: pages that are kept and used, how many slots there are. Leaves: slots. Does not know: what a
-page is, who copies it.
-"""
+"""The slots of one tier of one instance, in the order in which they are given up."""
 
 from __future__ import annotations
 
@@ -11,16 +7,16 @@ from typing import NamedTuple
 
 
 class OwnPage(NamedTuple):
-    """A page that a preempted request has alone: its last one if not full, or one of its state."""
+    """A page of a preempted request alone: its last partial one, or one of its state."""
 
     request_id: int
     ticket: int
-    """That under which it was stowed: pages of two copies do not belong together."""
+    """Ticket of its copy: pages of two copies do not belong together."""
     page: int
 
 
 Key = bytes | OwnPage
-"""A full page has its hash."""
+"""A full page's key is its hash."""
 
 
 class TakenSlot(NamedTuple):
@@ -32,7 +28,7 @@ class TakenSlot(NamedTuple):
 
 
 class Tier:
-    """Slots from `first_slot` on. Each is free, has a page, or was taken to be filled."""
+    """Slots from `first_slot` on. Each is free, has a page, or is being filled."""
 
     def __init__(self, first_slot: int, num_slots: int) -> None:
         self.free = list(range(first_slot + num_slots - 1, first_slot - 1, -1))
@@ -41,7 +37,7 @@ class Tier:
         """Slot of each page, the least recently used first."""
 
     def take(self, pinned: Container[Key]) -> TakenSlot | None:
-        """A free slot, or that of the page used least recently; None if all are in use."""
+        """Take a free slot, or the least recently used one; None if all are in use."""
         if self.free:
             return TakenSlot(self.free.pop(), None)
         for key in self.kept:

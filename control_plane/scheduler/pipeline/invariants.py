@@ -1,8 +1,4 @@
-"""The check that what a pipeline's scheduler keeps up to date follows from its requests.
-
-Enters: a scheduler between two calls, and the page table that followed its passes. Leaves: nothing,
-or an AssertionError that names what is broken. Slow by design: tests call it after every plan.
-"""
+"""A slow check that all that a pipeline's scheduler keeps up to date follows from its requests."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from nanocp.values.table import InstanceTable
 
 
 def check_pipeline(scheduler: PipelineScheduler, table: InstanceTable) -> None:
-    """Frames, counts and rows agree, and the table has what started requests need."""
+    """Check frames, counts and rows, and that the table has what started requests need."""
     state, rows = scheduler._state, scheduler._rows.by_id
     check_frames(state, scheduler._quarantine.frames())
     check_loads(state)
@@ -44,7 +40,7 @@ def check_pipeline(scheduler: PipelineScheduler, table: InstanceTable) -> None:
 
 
 def _check_places(scheduler: PipelineScheduler) -> None:
-    """Every layer has a place at its stage, no two share one, and what is not own is a copy."""
+    """Every layer has a place at its stage, no two share one, and all others are copies."""
     places = scheduler.layouts.places
     owners = stages_of(places.split)
     for stage, taken in enumerate(places.places):

@@ -1,10 +1,7 @@
-"""Where each layer's KV is: at its stage, and copies at others that are still good.
+"""The places of each layer's KV: at its stage, and valid copies at others.
 
-Enters: a layout to change to, frames whose pages are full, frames that are written again. Leaves:
-which frames travel between which stages. Does not know: when a layout changes, and why.
-
-A set of frames is an integer with a bit for each. A stage that gave a layer away keeps its KV until
-another layer needs the place: of a layer that returns, only pages written since travel again.
+A set of frames is an integer with a bit for each. For a layer that returns to a former stage only
+new pages travel.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from nanocp.values.passes import LayerMove
 
 
 class LayerPlaces:
-    """The layout, the places of layers in the stages' KV, and the good frames of copies."""
+    """The layout, the places of layers, and the valid frames of copies."""
 
     def __init__(self, pipeline: PipelineConfig) -> None:
         self.split: Split = pipeline.first_split
@@ -29,28 +26,28 @@ class LayerPlaces:
         self.good: dict[tuple[int, int], int] = {}
         """(stage, layer) of a copy -> its frames that equal those of the layer's stage.
 
-        Frames that hold no page count for nothing: they are written before they are read.
+        Frames without a page do not matter.
         """
 
     def is_legal(self, split: Split) -> bool:
-        """Whether every stage has room for the layers that it has and those that it gets."""
+        """Return whether every stage has room for its old and new layers."""
         return has_room(self.split, split, self._num_places)
 
     def write(self, first_frame: int, num_frames: int) -> None:
-        """Let the frames belong to other pages from now on: no copy of them is good."""
+        """Give the frames to other pages: copies become invalid."""
         kept = ~(((1 << num_frames) - 1) << first_frame)
         for key in self.good:
             self.good[key] &= kept
 
     def num_missing(self, split: Split, full: int) -> int:
-        """Full frames that have to travel before a change, summed over layers."""
+        """Return the full frames to send before a change, summed over layers."""
         return sum(
             (full & ~self.good.get((target, layer), 0)).bit_count()
             for layer, _, target in self._moving(split)
         )
 
     def num_new(self, split: Split) -> int:
-        """Layers that would go to a stage at which they have no place."""
+        """Return the layers that have no place at their next stage."""
         return sum(layer not in self.places[target] for layer, _, target in self._moving(split))
 
     def copy(self, split: Split, full: int) -> tuple[LayerMove, ...]:
@@ -61,7 +58,7 @@ class LayerPlaces:
         )
 
     def change(self, split: Split, full: int, live: int) -> tuple[LayerMove, ...]:
-        """Change to this layout, and send what is still missing.
+        """Change to this layout, and send the missing frames.
 
         full: frames whose page will not be written again; live: all frames with KV.
         """
@@ -76,7 +73,6 @@ class LayerPlaces:
         return moves
 
     def _moving(self, split: Split) -> list[tuple[int, int, int]]:
-        """(layer, source, target) of every layer whose stage changes."""
         stages = zip(stages_of(self.split), stages_of(split), strict=True)
         return [(layer, a, b) for layer, (a, b) in enumerate(stages) if a != b]
 
@@ -87,7 +83,7 @@ class LayerPlaces:
         return LayerMove(layer, source, target, place, tuple(runs_of(frames & ~good)))
 
     def _take_place(self, layer: int, stage: int, split: Split) -> int:
-        """The layer's place at the stage; if it has none, a free one or that of the worst copy."""
+        """Take the layer's own place, a free one, or that of the worst copy."""
         places = self.places[stage]
         if layer not in places:
             free = set(range(self._num_places)) - set(places.values())
@@ -111,7 +107,7 @@ class LayerPlaces:
 
 
 def frames_in(runs: Iterable[tuple[int, int]]) -> int:
-    """The set of the frames in (first frame, frames) runs."""
+    """Return the set of the frames in (first frame, frames) runs."""
     frames = 0
     for first, count in runs:
         frames |= ((1 << count) - 1) << first
@@ -119,7 +115,7 @@ def frames_in(runs: Iterable[tuple[int, int]]) -> int:
 
 
 def runs_of(frames: int) -> list[tuple[int, int]]:
-    """(first frame, frames) runs of a set, ascending."""
+    """Return the (first frame, frames) runs of a set, ascending."""
     runs = []
     first = 0
     while frames:

@@ -1,11 +1,7 @@
-"""Which layers each stage should have: policies by name.
+"""Policies that choose the layers of each stage, by name.
 
-Enters: the layout that is, and what is predicted of a pass. Leaves: the layout that is wanted.
-Does not know: how layers move, where their KV is.
-
-`delta` is the rule of DynaPipe's paper (3.2) to the letter. It leaves open which stages get layers
-that cannot be shared out evenly; here those nearest to the last one do, because then the fewest
-layers move.
+`delta` follows DynaPipe's paper (3.2). Layers that cannot be shared out evenly go to the stages
+nearest to the last, so the fewest layers move.
 """
 
 from __future__ import annotations
@@ -28,41 +24,40 @@ Split = tuple[int, ...]
 """The layers of each stage."""
 
 _LESS = 4e-9
-"""A bound is lower by more than this part of it; what is less is rounding."""
+"""A bound is lower only by more than this part of it; less is rounding."""
 
 LAYER_POLICY_NAMES = ("even", "static:N,N", "delta", "level")
 
 
 class LayerPolicy(Protocol):
-    """Which layout a pass asks for."""
+    """Chooses the layout for a pass."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """The layout to change to, after a pass that was planned; the present one: no change.
+        """Return the layout to change to after each planned pass; the present one: no change.
 
-        split: the layout that is. number: the pass. num_frames: frames with KV that would move with
-        each layer. It is asked once for each pass.
+        number: the pass. num_frames: frames with KV that would move with each layer.
         """
 
 
 def longest_us(
     split: Sequence[int], times: PassTimes, slowness: Sequence[float] | None = None
 ) -> float:
-    """Time of the stage that takes longest, in us; see stage_times."""
+    """Return the time of the slowest stage, in us; see stage_times."""
     return max(stage_times(split, times, slowness))
 
 
 def stages_of(split: Sequence[int]) -> list[int]:
-    """The stage of each layer."""
+    """Return the stage of each layer."""
     return [stage for stage, count in enumerate(split) for _ in range(count)]
 
 
 def num_moved(old: Sequence[int], new: Sequence[int]) -> int:
-    """Layers whose stage changes."""
+    """Return the number of layers whose stage changes."""
     return sum(a != b for a, b in zip(stages_of(old), stages_of(new), strict=True))
 
 
 def has_room(old: Sequence[int], new: Sequence[int], num_places: int) -> bool:
-    """Whether each stage has room for the layers that it has and those that it gets, at once."""
+    """Return whether each stage has room for its old and new layers at once."""
     first = new_first = 0
     for count, new_count in zip(old, new, strict=True):
         if num_needed(first, count, new_first, new_count) > num_places:
@@ -72,7 +67,7 @@ def has_room(old: Sequence[int], new: Sequence[int], num_places: int) -> bool:
 
 
 def num_needed(first: int, count: int, new_first: int, new_count: int) -> int:
-    """Layers that a stage has or gets: old ones from layer `first` on, others from `new_first`."""
+    """Return the number of a stage's old and new layers, each counted once."""
     common = min(first + count, new_first + new_count) - max(first, new_first)
     return count + new_count - max(common, 0)
 
@@ -88,7 +83,7 @@ class FixedLayout(LayerPolicy):
 
 
 class DeltaLayout(LayerPolicy):
-    """Policy `delta`: k layers leave the last stage, and the k of least misalignment is wanted."""
+    """Policy `delta`: k layers leave the last stage, with the k of least misalignment."""
 
     def __init__(self, pipeline: PipelineConfig) -> None:
         self._even = even_split(pipeline.num_layers, pipeline.num_stages)
@@ -101,7 +96,7 @@ class DeltaLayout(LayerPolicy):
         return min(candidates, key=lambda candidate: self._delta(candidate, times), default=split)
 
     def _candidates(self) -> Iterator[Split]:
-        """Layouts with k = 0, 1, ... layers less in the last stage."""
+        """Yield layouts with k = 0, 1, ... layers less in the last stage."""
         return map(self._without, range(self._even[-1] if len(self._even) > 1 else 1))
 
     def _without(self, k: int) -> Split:
@@ -120,12 +115,12 @@ class DeltaLayout(LayerPolicy):
 
 
 class LastingWish(LayerPolicy):
-    """A policy that is heard once it has wanted the same layout for a window of passes in a row."""
+    """Passes a wish on once it is the same for a window of passes."""
 
     def __init__(self, policy: LayerPolicy, window: int) -> None:
         self._policy, self._window = policy, window
         self._wish: tuple[Split, Split] | None = None
-        """The layout that is, and the one that is wanted."""
+        """(present layout, wanted one)."""
         self._num_wished = 0
         """Passes in a row that wanted it."""
 
@@ -138,12 +133,10 @@ class LastingWish(LayerPolicy):
 
 
 class LevelLayout(LayerPolicy):
-    """Policy `level`: layers move once what another layout would have saved pays for the move.
+    """Policy `level`: layers move once the savings of another layout would pay for the move.
 
-    A layout that is best for a pass is noted, and from then on what it would have saved or lost in
-    each pass is summed; at a sum below 0 it is forgotten. So a pass counts by its time: few long
-    passes change what many short ones wanted, and layouts that take turns do not change at all if
-    each stay saves less than a move costs.
+    Savings and losses of a layout that was once the best are summed over passes; below 0 it is
+    forgotten. So layouts that take turns do not change if each stay saves less than a move costs.
     """
 
     def __init__(self, pipeline: PipelineConfig, speeds: StageSpeeds | None = None) -> None:
@@ -154,16 +147,16 @@ class LevelLayout(LayerPolicy):
         self._window = pipeline.layout_window
         self._split: Split | None = None
         self._num_passes = 0
-        """Passes since the layout was another one."""
+        """Passes since the layout changed."""
         self._saved_us: dict[Split, float] = {}
-        """Layout -> what it would have saved since it was noted."""
+        """Savings of each layout since it was noted."""
         self._latest: deque[PassTimes] = deque(maxlen=pipeline.num_stages)
-        """Passes that may be in flight together: a stage that is idle in one is busy in another."""
+        """Passes that may be in flight together: a stage that idles in one is busy in another."""
         self._guess: Split | None = None
-        """What was best for the pass before, and mostly still is."""
+        """Best layout of the pass before, mostly still the best."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """The level layout; the present one is wanted for a window of passes at least."""
+        """Return the level layout, but keep one for a window of passes."""
         if split != self._split:
             self._split, self._num_passes = split, 0
             self._saved_us.clear()
@@ -192,9 +185,9 @@ class LevelLayout(LayerPolicy):
         return best if gain_us(best) > 0 else split
 
     def _best(self, split: Split, times: PassTimes) -> Split:
-        """A layout with the least longest stage; of these, one with the fewest moved layers.
+        """Return a layout with the fastest slowest stage and, of these, the fewest moved layers.
 
-        If room is too short to go there at once: of the best that can be had, the nearest to it.
+        Without room to go there at once, the nearest to it.
         """
         num_layers, num_dense = sum(split), times.dense_layers
         # How slow each stage is, and what it does besides its layers.
@@ -203,7 +196,6 @@ class LevelLayout(LayerPolicy):
         layer_us, more_us = times.layer_us, times.dense_us - times.layer_us
 
         def bounds() -> list[float]:
-            """All times that a stage may take, ascending."""
             return sorted(
                 {
                     slow * (count * layer_us + dense * more_us + extra_us)
@@ -214,14 +206,13 @@ class LevelLayout(LayerPolicy):
             )
 
         def least(wanted: Split, num_places: int, guess: Split) -> Split:
-            """The nearest to what is wanted, of those with the least longest stage.
+            """Return the nearest to `wanted` of the layouts whose slowest stage is fastest.
 
-            guess: a layout within these places. If no bound below its longest stage holds, that is
-            the least one, and no other needs to be tried.
+            guess: a layout within these places; if no bound below its slowest stage holds, it is
+            the best.
             """
 
             def holds(bound: float) -> bool:
-                """Whether the stages can run all layers if each runs as many as it can."""
                 end = 0
                 for stage, (slow, extra_us) in enumerate(kinds, 1):
                     most = self._most(bound / slow - extra_us, times, end)
@@ -259,7 +250,6 @@ class LevelLayout(LayerPolicy):
         return least(best, self._num_places, split)
 
     def _most(self, us: float, times: PassTimes, first: int) -> int:
-        """The layers from `first` on that a stage can run in this time."""
         num_dense = times.dense_layers - first
         if num_dense <= 0:
             fits = self._fits(us, times.layer_us)
@@ -274,11 +264,10 @@ class LevelLayout(LayerPolicy):
 
 @lru_cache(maxsize=1024)
 def _nearest(wanted: Split, most: tuple[Split, ...], split: Split, num_places: int) -> Split | None:
-    """The layout within these limits that has the fewest layers elsewhere than wanted; exact.
+    """Return the layout with the fewest layers elsewhere than wanted; exact; None if none fits.
 
-    most: for each stage, its most layers by its first one; the last number holds for all that come
-    after. split: the layout that is: stages have room for `num_places` layers while they go from
-    it. None if there is no such layout.
+    most: for each stage, its most layers by its first one; the last number holds for later ones.
+    split: the present layout; stages have room for `num_places` layers during the change.
     """
     stage_of = stages_of(wanted)
     num_layers = len(stage_of)
@@ -321,15 +310,14 @@ class ChaosLayers(LayerPolicy):
         return tuple(counts)
 
     def _draw(self, number: int, counter: int, bound: int) -> int:
-        """A number from 0 to bound - 1."""
         packed = struct.pack("<QQQ", self._seed, number, counter)
         return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") % bound
 
 
 def make_layer_policy(pipeline: PipelineConfig, speeds: StageSpeeds | None = None) -> LayerPolicy:
-    """The policy that pipeline.layer_policy names. Raises ValueError naming the nearest one.
+    """Make the policy that pipeline.layer_policy names.
 
-    speeds: what is learned of the stages; None: nothing.
+    speeds: learned of the stages, if any. Raises ValueError naming the nearest policy.
     """
     match pipeline.layer_policy.partition(":")[0]:
         case "even" | "static":

@@ -1,9 +1,6 @@
-"""How the layout changes: full pages that go ahead, and the mark.
+"""Changes of the layout: full pages travel ahead, then the mark changes it.
 
-Enters: what is predicted of each pass, frames with KV, reports of stages. Leaves: LayerMoves, in
-their order with the passes. Does not know: how a policy comes to its wish.
-
-A change is never recalled. The next one begins when every stage has reported this one.
+The next one begins when every stage has reported this one.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import LayerMoves
 
 _MAX_ROUNDS = 4
-"""Times that full pages go ahead of one change: each round is shorter than the one before."""
+"""Most rounds of full pages ahead of one change: each is shorter than the one before."""
 
 
 class LayoutChanges:
@@ -34,37 +31,37 @@ class LayoutChanges:
         self.speeds = StageSpeeds(pipeline.num_stages)
         self._policy: LayerPolicy = make_layer_policy(pipeline, self.speeds)
         self.asked: Split | None = None
-        """The layout that an operator asked for last; the policy is not heard since then."""
+        """Layout that an operator asked for last; the policy is ignored since then."""
         self.num_changes = 0
         self.begin_term()
 
     def begin_term(self) -> None:
-        """Every stage has the layers of the start; no layer moves, whatever moved before.
+        """Give every stage the layers of the start.
 
-        What an operator asked for is forgotten if it takes a layout in between from there.
+        An operator's layout is forgotten if it is out of reach from there.
         """
         self.places = LayerPlaces(self._pipeline)
         self.speeds.begin_term()
         self.layout = 0
-        """The LayerMoves that made the present layout; 0: it is that of the start."""
+        """Number of the LayerMoves that made the present layout; 0: that of the start."""
         self._newest = 0
         self._num_unreported = 0
         """Stages that have not reported the newest LayerMoves."""
         self._target: Split | None = None
         """The layout to change to, while a change is under way."""
         self._saving_us = 0.0
-        """What that layout would have saved of the newest pass."""
+        """Savings of that layout in the newest pass."""
         self._num_rounds = 0
         if self.asked is not None and not self.places.is_legal(self.asked):
             self.asked = None
 
     @property
     def is_moving(self) -> bool:
-        """Whether a change is under way, or some stage has not reported the last one."""
+        """Return whether a change is under way, or not yet reported by all stages."""
         return self._target is not None or self._num_unreported > 0
 
     def obstacle(self, split: Split) -> str:
-        """Why an operator cannot have this layout now; empty if he can."""
+        """Explain why an operator cannot have this layout now; empty if possible."""
         pipeline = self._pipeline
         if len(split) != pipeline.num_stages or sum(split) != pipeline.num_layers or min(split) < 1:
             return (
@@ -81,16 +78,12 @@ class LayoutChanges:
         return ""
 
     def ask(self, split: Split) -> None:
-        """An operator wants this layout until he wants another.
-
-        There was no obstacle to it; if a term has begun since then and it cannot be had at once
-        any more, nothing changes.
-        """
+        """Set the layout that an operator wants, unless it is out of reach."""
         if self.places.is_legal(split):
             self.asked = split
 
     def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
-        """A pass was planned: a change may begin. num_frames: frames with KV."""
+        """Consider a change after a planned pass. num_frames: frames with KV."""
         split = self.places.split
         predicted_us = stage_times(split, times)
         if not times.sample_us:  # then the last layer ends with its KV
@@ -106,14 +99,14 @@ class LayoutChanges:
             self._saving_us = present_us - longest_us(self._target, times, slowness)
 
     def reported(self, number: int) -> None:
-        """A stage has sent and received its part of the newest LayerMoves."""
+        """Record that a stage has done its part of the newest LayerMoves."""
         assert number == self._newest and self._num_unreported, f"nobody waits for moves {number}"
         self._num_unreported -= 1
 
     def next_moves(
         self, num_rows: int, full_and_live: Callable[[], tuple[int, int]]
     ) -> LayerMoves | None:
-        """What stages move now, before the next pass; None if nothing.
+        """Return the moves before the next pass, if any.
 
         num_rows: placed requests. full_and_live: frames whose page will not be written again, and
         all frames with KV, after the passes that were sent.

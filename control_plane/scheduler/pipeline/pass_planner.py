@@ -1,7 +1,6 @@
 """The scheduler of a pipeline as a controller calls it: one instance, whose windows are passes.
 
-Enters: events of the controller. Leaves: plans, the same for the same events at the same times,
-which an event log relies on. Does not know: members, what is sent.
+Equal events at equal times give equal plans, for the event log.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from nanocp.values.plan import (
 
 
 class PassPlanner:
-    """A PipelineScheduler, whose events and answers are those of every scheduler."""
+    """A PipelineScheduler with the events and answers of every scheduler."""
 
     def __init__(
         self, cluster: ClusterConfig, scheduler: SchedulerConfig, pipeline: PipelineConfig
@@ -47,11 +46,11 @@ class PassPlanner:
 
     @property
     def noted(self) -> Mapping[int, str]:
-        """Why waiting requests were not placed in the latest call."""
+        """The reasons why requests were not placed in the latest call."""
         return self.scheduler.noted
 
     def plan_window(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
-        """Take events in order and decide; a PassesPlan, unless there is nothing to do."""
+        """Take events in order and decide; a PassesPlan, if there is anything to do."""
         taken = [taken for event in events for taken in self._events_of(event)]
         planned = self.scheduler.plan_pass(taken, now_us)
         pass_plan = planned.pass_plan

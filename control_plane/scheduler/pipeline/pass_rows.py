@@ -1,10 +1,7 @@
-"""Rows of a pipeline, and which of their tokens go into the next pass.
+"""Rows of a pipeline, and the choice of their tokens for the next pass.
 
-Enters: placed requests, passes in flight. Leaves: the spans of a pass. Does not know: frames, the
-queue, layers.
-
-Rows are spread over the passes in flight: a pass takes as many as one of S even shares has. Tokens
-of prompts are spread over the coming passes too, so that passes take equally long.
+Each pass takes at most an even share of the rows; prompt tokens are spread so that passes take
+equally long.
 """
 
 from __future__ import annotations
@@ -18,26 +15,26 @@ from nanocp.values.plan import PAGE_SIZE
 
 @dataclass(slots=True, eq=False)
 class PassRow:
-    """A placed request, and how much of it is planned."""
+    """A placed request, and the part of it that is planned."""
 
     request: Request
     next: int
-    """First position that no planned pass has."""
+    """First position that is in no planned pass."""
     last_pass: int | None = None
     """The last planned pass that contains it; None before the first."""
     last_sample: int = -1
-    """The last planned pass that samples a token of it; -1 before the first."""
+    """Last planned pass that samples a token of it; -1 before the first."""
     sampler_work: int = 0
-    """Bits of passes.SamplerWork, which say how long sampling takes."""
+    """Bits of passes.SamplerWork, for the time that sampling takes."""
 
     @property
     def num_prompt_left(self) -> int:
-        """Tokens of its prompt that no planned pass has; 0 for a row that decodes."""
+        """The prompt tokens that are in no planned pass; 0 for a row that decodes."""
         return max(self.request.arrival.prompt_len - self.next, 0)
 
     @property
     def is_planned(self) -> bool:
-        """Whether every token that it may generate is planned."""
+        """Return whether all tokens that it may generate are planned."""
         return self.next == self.request.kv_len_max and self.num_prompt_left == 0
 
 
@@ -53,7 +50,7 @@ class PassRows:
         self.by_id: dict[int, PassRow] = {}
 
     def decoding(self, newest: int) -> list[PassRow]:
-        """Rows that could decode; the one that was planned longest ago goes first.
+        """Return rows that could decode, the least recently planned first.
 
         newest: the last pass whose tokens they may begin with.
         """
@@ -66,17 +63,17 @@ class PassRows:
 
     @property
     def num_share(self) -> int:
-        """Rows of a pass that decode, at most: an even share of all that do."""
+        """The most decoding rows of a pass: an even share of all."""
         num_rows = sum(not row.num_prompt_left for row in self.by_id.values())
         return min(-(-num_rows // self._num_stages), self._max_tokens)
 
     @property
     def num_prompt_left(self) -> int:
-        """Tokens of prompts that no planned pass has."""
+        """The prompt tokens that are in no planned pass."""
         return sum(row.num_prompt_left for row in self.by_id.values())
 
     def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
-        """(row, tokens) of the prompts in the pass.
+        """Return (row, tokens) of the prompts in the pass.
 
         num_decoding: tokens of the pass that rows decode.
         """
@@ -84,7 +81,7 @@ class PassRows:
         return self._taken(min(share, self._max_tokens - num_decoding))
 
     def _taken(self, num_tokens: int) -> list[tuple[PassRow, int]]:
-        """(row, tokens) of prompts by class and by age, as many as this in all."""
+        """Take prompts by class and by age."""
         rows = [row for row in self.by_id.values() if row.num_prompt_left]
         chunks: list[tuple[PassRow, int]] = []
         for row in sorted(rows, key=lambda row: row.request.order):
@@ -96,7 +93,7 @@ class PassRows:
         return chunks
 
     def plan(self, row: PassRow, number: int, count: int) -> Span:
-        """The row's next `count` tokens are in the pass of this number."""
+        """Put the row's next `count` tokens into the pass of this number."""
         first = row.next
         row.next += count
         row.last_pass = number
@@ -107,7 +104,7 @@ class PassRows:
 
 
 class PromptRows(PassRows):
-    """Prompts of which KV alone is wanted."""
+    """Prompts that only need KV."""
 
     def __init__(self, num_stages: int, max_tokens: int) -> None:
         super().__init__(num_stages, max_tokens)
@@ -116,7 +113,7 @@ class PromptRows(PassRows):
     def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
         """Take no less for a pass than an equal chunk of a prompt, one for each stage.
 
-        A short chunk reads all weights too, and nobody waits for a pass to be short.
+        A short chunk reads all weights too, and nobody waits for a short pass.
         """
         rows = [row for row in self.by_id.values() if row.num_prompt_left]
         equal = max((self._equal_chunk(row.request.arrival.prompt_len) for row in rows), default=0)
@@ -124,10 +121,10 @@ class PromptRows(PassRows):
         return self._taken(min(share, self._max_tokens))
 
     def _equal_chunk(self, prompt_len: int) -> int:
-        """Tokens of a chunk if the prompt has as few equal ones as may be, in whole pages."""
+        """Divide the prompt into the fewest equal chunks of whole pages."""
         num_chunks = max(-(-prompt_len // self._max_tokens), self._num_stages)
         return -(-prompt_len // num_chunks // PAGE_SIZE) * PAGE_SIZE
 
     def plan(self, row: PassRow, number: int, count: int) -> Span:
-        """The prompt's next `count` tokens are in the pass of this number; none is sampled."""
+        """Put the prompt's next `count` tokens into the pass of this number; none is sampled."""
         return super().plan(row, number, count)._replace(samples=False)

@@ -1,8 +1,4 @@
-"""How long a pass takes, before it runs: a layer, and sampling; and which stages are slower.
-
-Enters: the spans of a pass and fitted constants, what stages took. Leaves: microseconds, slowness.
-Does not know: how the constants were fitted, why a stage is slow.
-"""
+"""Predictions of the time of a pass by fitted constants, and the learned slowness of stages."""
 
 from __future__ import annotations
 
@@ -15,26 +11,26 @@ from nanocp.values.passes import SamplerWork, Span
 _WORKS = tuple(map(int, SamplerWork))
 
 _PASSES_REMEMBERED = 4
-"""Passes whose prediction is kept, for each stage: more than can be in flight."""
+"""Passes whose prediction is kept for each stage: more than can be in flight."""
 _MEMORY = 0.98
-"""Weight of what was learned when another pass comes: about 50 passes count."""
+"""Weight of learned values when another pass comes: about 50 passes count."""
 _LEAST_PASSES = 10
 """Passes of each stage before its speed counts."""
 _LEAST_SLOWNESS = 1.3
-"""What is less may be the prediction's error: logits and sampling are in the last stage's time."""
+"""A smaller slowness may be an error of the prediction of logits and sampling."""
 
 
 class PassTimes(NamedTuple):
-    """What is predicted of one pass."""
+    """The predicted times of one pass."""
 
     layer_us: float
-    """Time of one layer; of one with experts, if some are dense."""
+    """Time of one layer, with experts if some are dense."""
     sample_us: float
     """Time of the last stage for logits and sampling."""
     dense_us: float = 0.0
     """Time of one dense layer."""
     dense_layers: int = 0
-    """Layers that are dense, the first ones; 0: all are equal."""
+    """Time of one layer, with experts if some are dense."""
     stage_us: float = 0.0
     """Time of any stage besides its layers and sampling."""
 
@@ -42,9 +38,9 @@ class PassTimes(NamedTuple):
 def stage_times(
     split: Sequence[int], times: PassTimes, slowness: Sequence[float] | None = None
 ) -> list[float]:
-    """What each stage takes for a pass, in us.
+    """Return the time of each stage for a pass, in us.
 
-    split: layers of each stage. slowness: what each stage takes for 1 us of the prediction.
+    split: layers of each stage. slowness: each stage's time for 1 us of the prediction.
     """
     us = [times.stage_us + count * times.layer_us for count in split]
     left, more_us = times.dense_layers, times.dense_us - times.layer_us
@@ -58,31 +54,33 @@ def stage_times(
 
 
 class StageSpeeds:
-    """How slow each stage is beside the fastest: learned from the passes that it has run."""
+    """The slowness of each stage beside the fastest, learned from passes."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self.begin_term()
 
     def begin_term(self) -> None:
-        """Passes count from 0 again, and a stage may be on another host."""
+        """Start to learn again, since a stage may be on another host."""
         self._predicted: dict[int, list[float]] = {}
-        """Pass -> what each stage was to take for it, of the latest passes."""
+        """Pass -> predicted time of each stage, for the latest passes."""
         self._sums = [(0.0, 0.0)] * self._num_stages
-        """For each stage, what passes were to take and took, in us; older ones weigh less."""
+        """Predicted and taken time of each stage, in us; older passes weigh less."""
         self._num_ran = 0
         self.slowness = (1.0,) * self._num_stages
-        """For each stage, its time over that of the fastest stage, for the same work. Differences
-        that may be the prediction's own error count for nothing."""
+        """Time of each stage over that of the fastest, for the same work.
+
+        Differences that may be the prediction's own error are left out.
+        """
 
     def planned(self, number: int, predicted_us: list[float]) -> None:
-        """A pass was planned, and this is what each stage is to take for it."""
+        """Record the predicted time of each stage for a pass."""
         self._predicted[number] = predicted_us
         if len(self._predicted) > _PASSES_REMEMBERED * self._num_stages:
             del self._predicted[next(iter(self._predicted))]
 
     def ran(self, stage: int, number: int, us: float) -> None:
-        """A stage has worked so long on a pass."""
+        """Record the time that a stage worked on a pass."""
         if number not in self._predicted:
             return
         if self._predicted[number][stage] > 0:  # else nothing is known of what it did
@@ -100,14 +98,14 @@ class StageSpeeds:
 
 
 class PassFeatures(NamedTuple):
-    """What the times of a pass depend on: PassCosts has a constant for each."""
+    """Quantities behind the times of a pass; PassCosts has a constant for each."""
 
     tokens: int
     attended: int
     """Tokens times the length of their request after the pass, summed over requests."""
     requests: int
     decode_lengths: int
-    """Lengths of the rows that decode."""
+    """Sum of the lengths of the rows that decode."""
     has_chunk: bool
     cached: int
     """Tokens of prompts before their chunks."""
@@ -119,7 +117,7 @@ class PassFeatures(NamedTuple):
     nucleus: int = 0
     controls: int = 0
     logprobs: int = 0
-    """Sampled tokens by what their sampling takes (SamplerWork); one may count in each."""
+    """Sampled tokens by their kind of sampling (SamplerWork); one may count in each."""
 
 
 def pass_features(
@@ -128,9 +126,9 @@ def pass_features(
     experts_per_token: int = 0,
     works: Sequence[int] = (),
 ) -> PassFeatures:
-    """Count what a pass holds. A span of one token counts as a row that decodes.
+    """Count the features of a pass. A span of one token counts as a row that decodes.
 
-    works: for each span, the SamplerWork of its request; empty: all are greedy.
+    works: for each span, the SamplerWork; empty: all are greedy.
     """
     decode_lengths = num_chunks = chunk_tokens = chunk_attended = cached = sampled = 0
     for _, first, num_tokens, samples in spans:
@@ -169,10 +167,7 @@ def _work_counts(spans: Sequence[Span], works: Sequence[int]) -> Sequence[int]:
 
 
 def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] = ()) -> PassTimes:
-    """The times of a pass; none is negative, wherever the constants come from.
-
-    works: see pass_features.
-    """
+    """Return the times of a pass, none negative. works: see pass_features."""
     found = pass_features(spans, costs.num_experts, costs.experts_per_token, works)
     layer_us = (
         costs.layer_us

@@ -1,7 +1,4 @@
-"""The paper's Algorithm 1 over the whole cluster: bindings are chosen from any node.
-
-Enters: the decided state. Leaves: proposals. Does not know: what a link between nodes costs.
-"""
+"""Algorithm 1 of the paper with bindings chosen from any node; links between nodes cost nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Random legal decisions, to find bugs: any degree, any split, re-bindings and moves at any time.
-
-Enters: the decided state and a seed. Leaves: proposals drawn from blake2b(seed, window, counter),
-so that a run replays. Does not know: load.
-"""
+"""Random legal decisions to find bugs, drawn from blake2b(seed, window, counter) so runs replay."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from nanocp.values.plan import Arrival
 class Chaos(Policy):
     """Policy `chaos`: random legal decisions.
 
-    One of `chaos_period_windows` windows re-binds, and one of as many pages goes anywhere legal.
+    One in `chaos_period_windows` windows re-binds; one in as many pages goes anywhere legal.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -56,7 +52,7 @@ class Chaos(Policy):
         return Proposal(moe_binding, shares, tuple(turns))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Re-bind a few rows within their KV binding, in one of `chaos_period_windows` windows."""
+        """Re-bind a few rows in one of `chaos_period_windows` windows."""
         if not state.linked.by_degree or self._draw(window, self._period):
             return
         linked = tuple(state.linked.by_degree)
@@ -68,7 +64,7 @@ class Chaos(Policy):
                 yield request, binding[self._draw(window, len(binding))]
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """Move pages of up to a few rows anywhere, in one of `chaos_period_windows` windows."""
+        """Move pages of a few rows in one of `chaos_period_windows` windows."""
         running = [request for request in state.requests.values() if request.state is State.RUNNING]
         if not running or self._draw(window, self._period):
             return
@@ -80,7 +76,7 @@ class Chaos(Policy):
             yield request, range(begin, end), state.open[self._draw(window, len(state.open))]
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """For one of `chaos_period_windows` pages anywhere legal, else the default order."""
+        """Choose any legal holder for one in `chaos_period_windows` pages, else the default."""
         if self._draw(window, self._period) == 0:
             legal = [i for i in state.open if can_hold_next(state, request, i)]
             if legal:
@@ -88,7 +84,6 @@ class Chaos(Policy):
         return choose_holder(state, request)
 
     def _draw(self, window: int, bound: int) -> int:
-        """A number from 0 to bound - 1."""
         if window != self._window:
             self._window, self._counter = window, 0
         digest = blake2b(

@@ -1,12 +1,7 @@
-"""Placement by predicted time: the node, degree, set and split whose convex cost rises least.
+"""Placement by predicted cost: the node, degree, instances and split whose cost rises least.
 
-Enters: the decided state and what links and rows cost in KV tokens. Leaves: proposals. Does not
-know: microseconds.
-
-A step waits for the slowest instance of each phase, so what counts is the peak; but many proposals
-leave today's peak as it is. The sum of load^4 over the instances is near the peak's fourth power
-and still tells those proposals apart. Each phase is measured against its own mean, since a token
-more at the peak of either makes the step as much longer.
+A step waits for the slowest instance of each phase. The sum of load^4 follows that peak, and still
+tells proposals apart that leave it unchanged.
 """
 
 from __future__ import annotations
@@ -35,16 +30,14 @@ from nanocp.values.plan import PAGE_SIZE, Arrival
 
 _POWER = 4
 _ROW_WEIGHT = 10
-"""Weight of the second phase against the first: badly placed pages move later, rows hardly ever."""
+"""Weight of the second phase against the first: bad pages move later, bad rows hardly ever."""
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MAX_DEGREE = 32
 _MAX_MOE_BINDINGS = 4
-"""Nodes that a long request tries; a larger cluster is not looked at as a whole for each of them.
-"""
+"""Nodes that a long request tries in a large cluster."""
 
 _EARLY_PERCENT = 125
-"""A placement that is less late may raise the cost to this many percent of the cheapest's rise. So
-no target, however small, makes steps much longer."""
+"""Most that a less late placement may raise the cost, in percent of the cheapest rise."""
 
 _LoadOf = Callable[[ClusterState, int], int]
 
@@ -63,9 +56,9 @@ class CostAware(Policy):
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the candidate that raises the cost least.
 
-        For a request too short for CP, only the instance is chosen. If the candidate would miss the
-        TTFT target of the request's class, the least late one that costs little more is proposed.
-        If a share of it is more than an instance's frames, dual_balanced's proposal is taken.
+        A request too short for CP gets one instance. One that would miss its class's TTFT target
+        gets the least late candidate that costs little more. If a share exceeds an instance's
+        frames, dual_balanced proposes.
         """
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         cheapest = self._cheapest(state, arrival.prompt_len)
@@ -78,7 +71,7 @@ class CostAware(Policy):
         return min(early, key=itemgetter(0, 1))[2]
 
     def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
-        """What place compares, and the rise of the cost by what it is spent on."""
+        """Return the candidates of `place`, and the rise of the cost by its causes."""
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         rises: list[tuple[int, Proposal]]
         prompt_len = arrival.prompt_len
@@ -120,11 +113,11 @@ class CostAware(Policy):
         return Explanation((rule,), tuple(candidates))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Re-bind rows as dual_balanced does, but to no other node than their own."""
+        """Re-bind rows as dual_balanced does, but only within their node."""
         return self._dual_balanced.rebindings(state, window, within_node=True)
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """Re-levelling, of one node in each window, and between nodes in every second one."""
+        """Re-level one node in each window, and between nodes in every second window."""
         node = state.nodes[window % len(state.nodes)]
         yield from relevel(state, {i: self._load(state, i) for i in node if i in state.open})
         if window % 2 == 0 and len(state.open) == state.cluster.num_instances:
@@ -141,10 +134,10 @@ class CostAware(Policy):
     def _early(
         self, state: ClusterState, prompt_len: int, cheapest: Proposal, target_ms: int
     ) -> Iterator[tuple[int, int, Proposal]]:
-        """Yield (milliseconds late, rise of the cost, proposal) of what a late prompt may become.
+        """Yield (milliseconds late, rise of the cost, proposal) for a prompt that would be late.
 
-        That is the cheapest; what is compared without a target, as far as it is within a node; and
-        if all of that is late, splits by what is under way to a node's instances.
+        First the cheapest, then candidates within a node; if all are late, splits by tokens under
+        way.
         """
         on_time, pages, nodes = self._on_time, num_pages(prompt_len), state.nodes
         node_of = state.cluster.node_of
@@ -169,7 +162,6 @@ class CostAware(Policy):
                 yield on_time.late_ms(state, proposal.shares, target_ms), rise, proposal
 
     def _rise_of(self, state: ClusterState, loads: Sequence[int], proposal: Proposal) -> int:
-        """How much the cost rises. loads: those of all instances (`_load`)."""
         moe_binding, shares, _ = proposal
         costs, mean, node_of = self._costs, self._means.attention, state.cluster.node_of
         home = node_of(moe_binding)
@@ -185,7 +177,7 @@ class CostAware(Policy):
         return rise + _rise(loads[moe_binding], own, mean)
 
     def _load(self, state: ClusterState, instance: int) -> int:
-        """The instance's part of the first phase, in tokens: its KV and its exchange."""
+        """Return the first phase's tokens: the instance's KV and its exchange."""
         tokens, costs = state.loads.kv_tokens(instance), self._costs
         if num_links := state.committed.num_links(instance):
             tokens += costs.exchange_tokens + num_links * costs.link_tokens
@@ -195,7 +187,6 @@ class CostAware(Policy):
         return tokens
 
     def _is_short(self, state: ClusterState, prompt_len: int) -> bool:
-        """Whether CP cannot pay for the request, and one instance's frames hold it."""
         config = self._config
         is_small = num_instances_needed(state, num_pages(prompt_len)) == 1
         return (
@@ -222,7 +213,7 @@ class CostAware(Policy):
                 yield rise, load, instance
 
     def _proposals(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, Proposal]]:
-        """Yield (rise of the cost, proposal): at least the one on as few instances as hold it."""
+        """Yield (rise of the cost, proposal), at least for the fewest instances that hold it."""
         pages = num_pages(prompt_len)
         loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
         needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
@@ -242,7 +233,7 @@ class CostAware(Policy):
                 yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
 
     def _parts(self, state: ClusterState, rise: int, proposal: Proposal) -> dict[str, int]:
-        """Split the rise by its causes: the row's dispatch, its attention, and its links."""
+        """Split the rise into the row's dispatch, its attention, and its links."""
         dispatch = self._row_rise(state.loads.num_rows[proposal.moe_binding])
         if proposal.shares.keys() == {proposal.moe_binding}:
             attention = rise - dispatch
@@ -258,7 +249,7 @@ class CostAware(Policy):
         }
 
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
-        """Choose each node's instance with the fewest rows; of many nodes, the best few only."""
+        """Choose each node's instance with the fewest rows; of many nodes, the best few."""
         moe_bindings = [
             min(node, key=lambda i: (state.loads.num_rows[i], loads[i], i)) for node in state.nodes
         ]
@@ -271,7 +262,7 @@ class CostAware(Policy):
     def _companions(
         self, state: ClusterState, loads: Sequence[int], moe_binding: int, most: int
     ) -> Iterator[list[int]]:
-        """List who may join, in order: the least loaded of the MoE binding's node, then of all."""
+        """Yield the least loaded of the MoE binding's node, then of all."""
         node_of = state.cluster.node_of
         home = node_of(moe_binding)
         node = state.nodes[home]
@@ -283,7 +274,6 @@ class CostAware(Policy):
             yield sorted(least, key=lambda i: (costs[i], i))[:most]
 
     def _link_cost(self, state: ClusterState, instance: int, is_near: bool) -> int:
-        """Tokens that one more link costs the instance."""
         costs = self._costs
         first = 0 if state.committed.num_links(instance) else costs.exchange_tokens
         if is_near:
@@ -299,10 +289,7 @@ class CostAware(Policy):
         degrees: Iterable[int],
         pages: int,
     ) -> Iterator[tuple[int, Proposal]]:
-        """Yield (rise of the cost, proposal) for each degree.
-
-        Pages are spread by WaterFill over what each member would carry with its link.
-        """
+        """Yield (rise of the cost, proposal) for each degree, with pages by WaterFill."""
         node = state.nodes[state.cluster.node_of(moe_binding)]
         are_near = [i in node for i in companions]
         links = [
@@ -325,8 +312,8 @@ class CostAware(Policy):
     def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
         """Price a request's links at its MoE binding, in KV tokens.
 
-        first_link: what having links at all adds. are_near: for each other member, whether it is on
-        the same node.
+        first_link: the price of having links at all. are_near: True for each other member on the
+        same node.
         """
         if not are_near:
             return 0
@@ -336,24 +323,18 @@ class CostAware(Policy):
         return first_link + links + (costs.exchange_tokens_between_nodes if num_far else 0)
 
     def _row_rise(self, num_rows: int) -> int:
-        """The second phase: one more row to dispatch and combine."""
         tokens = self._costs.dispatch_tokens_per_row
         return _ROW_WEIGHT * _rise(num_rows * tokens, tokens, self._means.dispatch)
 
 
 class _ByRows:
-    """Instances by row count, then by load, so that a short request need not look at all of them.
-
-    Loads only rise while requests are placed: an entry is looked at again when it is the least, and
-    then moves.
-    """
+    """Instances by row count, then by load, for short requests."""
 
     def __init__(self) -> None:
         self._as_of: tuple[int, int] | None = None
         self._heaps: dict[int, list[tuple[int, int]]] = {}  # row count -> (load, instance)
 
     def bring_up_to_date(self, state: ClusterState, load_of: _LoadOf) -> None:
-        """Begin anew if a step has passed or a load has fallen."""
         if self._as_of == (state.step, state.loads.num_falls):
             return
         self._as_of = state.step, state.loads.num_falls
@@ -364,7 +345,7 @@ class _ByRows:
             heapify(heap)
 
     def row_counts(self) -> Iterator[int]:
-        """Ascending, with those that instances move to meanwhile."""
+        """Yield row counts, ascending, with those that instances move to meanwhile."""
         latest = -1
         while more := [num_rows for num_rows in self._heaps if num_rows > latest]:
             latest = min(more)
@@ -373,7 +354,6 @@ class _ByRows:
     def least_loaded(
         self, state: ClusterState, num_rows: int, load_of: _LoadOf
     ) -> tuple[int, int] | None:
-        """(load, instance); None if no instance has that many rows any more."""
         heap = self._heaps[num_rows]
         while heap:
             load, instance = heap[0]
@@ -387,7 +367,7 @@ class _ByRows:
 
 
 class _Means:
-    """Mean load of an instance in each phase, in tokens, as of the step's first placement."""
+    """Mean load of each phase, in tokens, at the step's first placement."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -395,7 +375,6 @@ class _Means:
         self.dispatch = 1
 
     def bring_up_to_date(self, state: ClusterState, tokens_per_row: int) -> None:
-        """Look again if a step has passed."""
         if self._step == state.step:
             return
         self._step = state.step
@@ -405,13 +384,13 @@ class _Means:
 
 
 def _may_fit(state: ClusterState, proposal: Proposal) -> bool:
-    """Whether the frames of empty instances hold the shares.
+    """Return whether the frames of empty instances hold the shares.
 
-    What links cost makes shares uneven. A request that fills nearly all frames would wait forever.
+    Links make shares uneven, and a huge request could wait forever.
     """
     return max(proposal.shares.values()) <= state.cluster.num_frames
 
 
 def _rise(load: int, more: int, mean: int) -> int:
-    """How much sum (load / mean)^4 rises, in units in which a token more at the mean counts 4."""
+    """Return the rise of sum (load / mean)^4; a token more at the mean counts 4."""
     return int(((load + more) ** _POWER - load**_POWER) // mean ** (_POWER - 1))

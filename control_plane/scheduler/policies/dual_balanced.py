@@ -1,8 +1,4 @@
-"""Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill.
-
-Enters: the decided state. Leaves: proposals. Does not know: predicted times, which cost_aware goes
-by. (The paper's section 4.2.)
-"""
+"""Algorithm 1 of the paper (4.2): re-binding balances rows, length-aware WaterFill balances KV."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class DualBalanced(Policy):
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the node with the fewest rows and WaterFill over its least loaded instances.
 
-        The degree is chosen by length. (The paper's sections 4.2.2 and 4.2.3.)
+        The degree is chosen by length (4.2.2, 4.2.3).
         """
         config = self._config
         node = least_rows_node(state)
@@ -50,7 +46,7 @@ class DualBalanced(Policy):
         )
 
     def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
-        """Node, MoE binding, degree and levels, in the rule's own order."""
+        """Explain node, MoE binding, degree and levels, in the rule's order."""
         config, moe_binding = self._config, proposal.moe_binding
         home = state.cluster.node_of(moe_binding)
         nodes = [(rows, f"node {node}") for node, rows in enumerate(state.loads.node_rows)]
@@ -82,9 +78,8 @@ class DualBalanced(Policy):
     ) -> Iterator[tuple[Request, int]]:
         """Move rows within their KV binding where that lowers the higher of two instances' counts.
 
-        within_node: only to instances of the node where the row is. Rows with states of linear
-        attention layers stop while they move, so of them it asks in every eighth window. (The
-        paper's section 4.2.1; protocol.md, hand-offs.)
+        within_node: only to instances of the row's node. Rows with recurrent states stop while they
+        move, so they move only in every eighth window (4.2.1; protocol.md, hand-offs).
         """
         if state.cluster.carry_pages and window % _WINDOWS_PER_CARRY_MOVE:
             return
@@ -108,7 +103,6 @@ class DualBalanced(Policy):
 
 
 def _fewest(whose: str, num_rows: list[tuple[int, str]], chosen: int) -> str:
-    """Who has the fewest rows, and who comes next."""
     rows, name = num_rows.pop(chosen)
     sentence = f"{name} has the fewest rows {whose}, {rows:,}"
     if not num_rows:
@@ -120,7 +114,7 @@ def _fewest(whose: str, num_rows: list[tuple[int, str]], chosen: int) -> str:
 
 
 def least_rows_node(state: ClusterState) -> range:
-    """The node whose instances own the fewest requests, by KV load and order among equals."""
+    """Return the node with the fewest rows; KV load and order break ties."""
     rows = state.loads.node_rows
     fewest = min(rows)
     if rows.count(fewest) == 1:
@@ -130,7 +124,7 @@ def least_rows_node(state: ClusterState) -> range:
 
 
 def least_rows_instance(state: ClusterState, node: range) -> int:
-    """The instance of the node with the fewest rows, by KV load and order among equals."""
+    """Return the node's instance with the fewest rows, as `least_rows_node` does."""
     rows = state.loads.num_rows[node.start : node.stop]
     fewest = min(rows)
     if rows.count(fewest) == 1:
@@ -141,23 +135,17 @@ def least_rows_instance(state: ClusterState, node: range) -> int:
 
 
 def num_instances_needed(state: ClusterState, pages: int) -> int:
-    """Fewest instances whose frames could hold the pages."""
+    """Return the fewest instances whose frames could hold the pages."""
     return -(-pages // state.cluster.num_frames)
 
 
 def degree_limit(state: ClusterState, pages: int) -> int:
-    """Find the most instances that can share the pages.
-
-    Each takes a page at least, and each but the MoE binding takes one of max_partials.
-    """
+    """Return the most instances that can share the pages, within max_partials."""
     return min(pages, len(state.open), 1 + state.bounds.max_partials)
 
 
 def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:
-    """Choose the MoE binding, first, and the degree - 1 others with the least KV.
-
-    Instances of its node come before the rest.
-    """
+    """Choose the MoE binding, then the degree - 1 others with the least KV, its node first."""
     if degree == 1:
         return [moe_binding]
     node = state.nodes[state.cluster.node_of(moe_binding)]

@@ -1,7 +1,4 @@
-"""Every request over the same number of instances, as far as its pages go: to test and measure.
-
-Enters: the decided state and N. Leaves: proposals. Does not know: length buckets.
-"""
+"""A fixed CP degree for every request, as far as its pages go: to test and measure."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ from nanocp.values.plan import Arrival
 
 
 class FixedDegree(Policy):
-    """Policy `fixed_degree:N`: dual_balanced with degree N for every request.
-
-    A request spans nodes if N is more than a node has.
-    """
+    """Policy `fixed_degree:N`: dual_balanced with degree N for all requests, across nodes."""
 
     def __init__(self, config: SchedulerConfig, degree: int) -> None:
         self._degree = degree

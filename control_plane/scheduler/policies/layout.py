@@ -1,8 +1,4 @@
-"""Which instance takes which pages of a request, when it is placed and when its row needs one more.
-
-Enters: the decided state, a proposal or a request. Leaves: layouts and holders. Changes nothing.
-Does not know: how a policy proposes, windows.
-"""
+"""The layout of a request's pages over instances, at placement and when its row needs one more."""
 
 from __future__ import annotations
 
@@ -14,19 +10,16 @@ from control_plane.scheduler.state.request import Request, num_pages
 
 
 def num_growth_pages(length: int, num_tokens: int) -> int:
-    """Count the pages that num_tokens coming tokens need after those of `length` tokens.
-
-    The last token has no KV.
-    """
+    """Count the pages for num_tokens coming tokens after `length`; the last token has no KV."""
     return num_pages(length + num_tokens - 1) - num_pages(length) if num_tokens else 0
 
 
 def lay_out(
     state: ClusterState, proposal: Proposal, num_growth: int, shared: SharedPrefix = NOTHING_SHARED
 ) -> Layout | None:
-    """Where a request's pages go if it is placed as proposed; None if the cluster has no room now.
+    """Lay out a request placed as proposed; None if the cluster has no room now.
 
-    num_growth: pages for coming tokens. shared: pages that are in the cluster already.
+    num_growth: pages for coming tokens. shared: pages that are in the cluster.
     """
     moe_binding = proposal.moe_binding
     frames_on = dict(shared.frames_on)
@@ -51,7 +44,7 @@ def lay_out(
 
 
 def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[str, str]:
-    """Why lay_out returns None: the bound or resource that is short, and a sentence."""
+    """Explain why lay_out returns None: the bound or resource that is short, and a sentence."""
     for instance, count in proposal.shares.items():
         if count > (free := state.frames[instance].num_free):
             text = (
@@ -85,10 +78,9 @@ def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[
 
 
 def choose_holder(state: ClusterState, request: Request) -> int | None:
-    """Holder of the request's next page, None if no instance can take it now.
+    """Return the holder of the request's next page, None if no instance can take it now.
 
-    The MoE binding if it has a frame; else a member of the KV binding; else an extension, its node
-    before the rest.
+    The MoE binding is first, then members of the KV binding, then extensions, its node first.
     """
     for instance in _by_preference(state, request.moe_binding, request.pages_on):
         if can_hold_next(state, request, instance):
@@ -97,9 +89,9 @@ def choose_holder(state: ClusterState, request: Request) -> int | None:
 
 
 def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
-    """Whether the request's next page may go to the instance.
+    """Return whether the request's next page may go to the instance.
 
-    It needs a frame there, and a link if the instance is new to the KV binding.
+    It needs a frame there, and a new instance a link.
     """
     return state.frames[instance].num_free > 0 and state.committed.can_reach(
         request.moe_binding, request.span, instance
@@ -109,11 +101,10 @@ def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
 def _promised(
     state: ClusterState, proposal: Proposal, frames_on: Mapping[int, int], num_growth: int
 ) -> list[tuple[int, int]] | None:
-    """(instance, pages) of the next num_growth pages in order; None if they cannot be promised now.
+    """Return (instance, pages) of the next num_growth pages in order; None if they do not fit now.
 
-    frames_on: the KV binding so far, and the frames that it takes. The pages go in turns if the
-    proposal has turns and frames allow it; else to the MoE binding first, then to members by load,
-    then to others, its node before the rest.
+    frames_on: the KV binding's frames so far. The pages go in the proposal's turns if frames allow
+    it; else in the order of `_by_preference`.
     """
     moe_binding, turns = proposal.moe_binding, proposal.turns
     promise: list[tuple[int, int]] = []
@@ -140,7 +131,7 @@ def _promised(
 def _in_turns(
     state: ClusterState, frames_on: Mapping[int, int], turns: Sequence[int], num_pages: int
 ) -> list[tuple[int, int]] | None:
-    """One page each, in turns; None if an instance has too few frames."""
+    """Return None if an instance has too few frames."""
     pages = [(turns[page % len(turns)], 1) for page in range(num_pages)]
     for rank, instance in enumerate(turns):
         count = len(range(rank, num_pages, len(turns)))
@@ -155,7 +146,7 @@ def _add(counts: dict[int, int], more: Iterable[tuple[int, int]]) -> None:
 
 
 def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:
-    """The MoE binding, the other members by KV load, then the rest by (other node, KV load)."""
+    """The MoE binding is first, then members by KV load, then the rest by (other node, KV load)."""
     yield moe_binding
     inside = [instance for instance in members if instance != moe_binding]
     yield from sorted(inside, key=lambda i: (state.loads.kv_tokens(i), i))
@@ -167,7 +158,6 @@ def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]
 
 
 def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(instance, pages) with neighbours of the same instance as one."""
     joined: list[tuple[int, int]] = []
     for instance, count in pages:
         if joined and joined[-1][0] == instance:

@@ -1,8 +1,6 @@
-"""TTFT targets: how late a prompt's KV would be at a class's target, and splits that make it less.
+"""TTFT targets: the lateness of a prompt's KV, and splits over NICs that reduce it.
 
-Enters: tokens under way to each instance, a target. Leaves: lateness in milliseconds, and splits by
-WaterFill over the NICs of a node. Does not know: the step's time. A target that shrank as steps
-grow would add links, and so make the steps longer still.
+Targets do not follow the steps' time: more links would make steps still longer.
 """
 
 from __future__ import annotations
@@ -17,38 +15,35 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 _MAX_NODES = 4
-"""Nodes whose NICs a late prompt is offered to; those with the least under way."""
+"""Nodes, with the least under way, whose NICs are offered to a late prompt."""
 
 
 class OnTime:
-    """The targets of all classes, and what a placement does to them."""
+    """The targets of all classes, and the lateness of placements."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._targets_ms = dict(config.ttft_targets)
         self._ns_per_token = config.costs.ingest_ns_per_token
 
     def target_ms(self, arrival: Arrival) -> int | None:
-        """The target of the request's class; None if it has none or if no KV is to come.
-
-        A request that comes back has its first token.
-        """
+        """Return the target of the request's class; None without one, or if no KV is to come."""
         if not self._targets_ms or not arrival.needs_prefill or arrival.resumes or arrival.attempt:
             return None
         return self._targets_ms.get(arrival.priority)
 
     def late_ms(self, state: ClusterState, shares: Mapping[int, int], target_ms: int) -> int:
-        """Whole milliseconds after the target at which the last share is there; 0 if on time.
+        """Return whole milliseconds from the target to the arrival of the last share; 0 if on time.
 
-        shares: instance -> pages. What is under way to an instance comes before them.
+        shares: pages by instance. Tokens already under way arrive first.
         """
         arriving = state.loads.arriving_tokens
         tokens = max(arriving[i] + pages * PAGE_SIZE for i, pages in shares.items())
         return max(tokens * self._ns_per_token // 1_000_000 - target_ms, 0)
 
     def splits(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield (number of a node, instance -> pages): within a node, to be there early.
+        """Yield (number of a node, pages by instance): early splits within a node.
 
-        For each degree, the instances with the least under way; WaterFill over what is.
+        Each degree takes the instances with the least under way.
         """
         arriving, pages = state.loads.arriving_tokens, num_pages(prompt_len)
         loads = [sum(arriving[node.start : node.stop]) for node in state.nodes]

@@ -1,8 +1,4 @@
-"""Request-level baselines: a request is on one instance, by rows, by KV, or in turn.
-
-Enters: the decided state. Leaves: proposals. Does not know: CP, except for a request that no single
-instance can hold. (The paper's section 2.3.1.)
-"""
+"""Baselines that place each request on one instance, by rows, by KV or in turn (2.3.1)."""
 
 from __future__ import annotations
 
@@ -22,17 +18,14 @@ from nanocp.values.plan import Arrival
 
 
 class OneInstance(Policy):
-    """Policies that never re-bind: there is nowhere to go."""
+    """Places on one instance, and never re-binds."""
 
     def __init__(self, load: Callable[[ClusterState, Arrival, int], tuple[int, int]]) -> None:
-        """load: what an instance is compared by; the least is chosen, the first of equals."""
+        """load: the key; the first instance with the least is chosen."""
         self._load = load
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Propose the least loaded instance, whether the request fits there now or not.
-
-        It proposes several only if no instance could ever hold the request.
-        """
+        """Propose the least loaded instance; several only if none could ever hold the request."""
         pages = num_pages(arrival.prompt_len)
         instance = min(state.open, key=lambda i: self._load(state, arrival, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
@@ -48,17 +41,17 @@ class OneInstance(Policy):
 
 
 def least_batch() -> OneInstance:
-    """Policy `least_batch`: the fewest rows, by KV among equals. What vLLM does by default."""
+    """Make policy `least_batch`: the fewest rows, then the least KV, as vLLM does by default."""
     return OneInstance(lambda state, _, i: (state.loads.num_rows[i], state.loads.kv_tokens(i)))
 
 
 def least_cache() -> OneInstance:
-    """Policy `least_cache`: the least KV, by rows among equals."""
+    """Make policy `least_cache`: the least KV, then the fewest rows."""
     return OneInstance(lambda state, _, i: (state.loads.kv_tokens(i), state.loads.num_rows[i]))
 
 
 def round_robin() -> OneInstance:
-    """Policy `round_robin`: instances in turn, whatever they hold. What SGLang does by default."""
+    """Make policy `round_robin`: instances in turn, as SGLang does by default."""
     return OneInstance(
         lambda state, arrival, i: ((i - arrival.request_id) % state.cluster.num_instances, i)
     )

@@ -1,7 +1,6 @@
-"""What a policy decides: where a request is placed, which rows re-bind, who holds the next page.
+"""The interface of policies: they place requests, re-bind rows, move pages and choose holders.
 
-Enters: the decided state. Leaves: wishes; the scheduler carries out those that are within every
-bound. Does not know: events, windows in flight, frames' numbers.
+The scheduler carries out wishes within every bound.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from nanocp.values.plan import Arrival
 
 
 class Policy(Protocol):
-    """A scheduling policy (4.2). Deterministic: no clocks, no random numbers but counted hashes."""
+    """A scheduling policy (4.2): deterministic, without clocks or random numbers."""
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Propose where to place a request.
-
-        The request stays in the queue if the proposal does not fit.
-        """
+        """Propose the place of a request, which stays in the queue if that does not fit."""
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Yield (running request, new MoE binding of its KV binding), one at a time; here none.
@@ -33,14 +29,11 @@ class Policy(Protocol):
         return iter(())
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """Yield (running request, full pages of a run, new instance), one at a time; here none.
-
-        Each is carried out, or passed over, before the next is asked for.
-        """
+        """Yield (running request, full pages of a run, new instance), like `rebindings`."""
         return iter(())
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Instance for the request's next page, here the default order's; None if none can."""
+        """Return the instance for the request's next page, if any; here the default one."""
         return choose_holder(state, request)
 
 
@@ -49,20 +42,20 @@ class Candidate(NamedTuple):
 
     proposal: Proposal
     rise: Mapping[str, int]
-    """Part of the step -> how much the policy's cost of it rises. The least sum wins."""
+    """Part of the step -> rise of its cost. The least sum wins."""
 
 
 class Explanation(NamedTuple):
-    """Why a policy chose as it did."""
+    """A policy's reason for its choice."""
 
     sentences: tuple[str, ...]
     candidates: tuple[Candidate, ...] = ()
-    """What it compared, the best first; empty if its rule leads straight to the proposal."""
+    """Compared candidates, best first; empty if the rule leads straight to the proposal."""
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """A policy that can say more of a proposal than what its rule is."""
+    """A policy that can explain a proposal beyond its rule."""
 
     def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
-        """Why `place` makes this proposal in this state."""
+        """Explain the proposal of `place` in this state."""

@@ -1,7 +1,4 @@
-"""Policies by name.
-
-Enters: the scheduler's configuration. Leaves: a policy, or an error that names the nearest one.
-"""
+"""Policies by name."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ POLICY_NAMES = (
 
 
 def make_policy(config: SchedulerConfig) -> Policy:
-    """The policy that config.policy names. Raises ValueError naming the nearest one."""
+    """Return the policy that config.policy names. Raises ValueError naming the nearest one."""
     match config.policy.split(":"):
         case ["dual_balanced"]:
             return DualBalanced(config)
@@ -63,7 +60,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
 
 
 def _imported(config: SchedulerConfig, module: str, name: str) -> Policy:
-    """The policy of somebody else's module. Raises ValueError saying what it lacks."""
+    """Raises ValueError saying what the policy lacks."""
     try:
         made: Policy = getattr(import_module(module), name)(config)
     except (ImportError, AttributeError, TypeError) as error:

@@ -1,7 +1,6 @@
 """Re-levelling: full pages move from a node's most loaded instances to its least loaded.
 
-Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages
-travel. (Page moves are not in the paper: docs/decisions/0008.)
+It is not in the paper (docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from control_plane.scheduler.state.request import Request
 from nanocp.values.plan import PAGE_SIZE, TargetRun
 
 MIN_PAGES, MAX_PAGES = 8, 512
-"""Pages of one move: fewer are not worth a ticket; more would be under way for longer than a step.
-"""
+"""Pages of one move: fewer are not worth a ticket; more would take longer than a step."""
 LEAST_SHARE = 40
-"""A gap between two instances is worth a move if it is one in this many tokens of their node's mean
-load, or more."""
+"""A gap between two instances is worth a move from one in this many of their node's mean tokens
+on."""
 MAX_RUNS = 4
-"""A request with this many runs for each member of its KV binding is not cut any more: only whole
-runs of it move."""
+"""Runs for each member of a KV binding after which only whole runs of the request move."""
 
 
 def relevel(state: ClusterState, loads: Mapping[int, int]) -> Iterator[tuple[Request, range, int]]:
@@ -41,7 +38,7 @@ def relevel(state: ClusterState, loads: Mapping[int, int]) -> Iterator[tuple[Req
 
 
 def pages_to_move(state: ClusterState, request: Request, run: TargetRun, num_pages: int) -> range:
-    """Pages of a run that may move now; none if moving num_pages of them cut too many runs."""
+    """Return a run's movable pages; none if moving num_pages of them cuts too many runs."""
     if request.move is None:
         pages = request.movable_pages(run, state.first_unknown_step)
         is_whole = len(pages) == run.num_pages <= num_pages
@@ -53,9 +50,9 @@ def pages_to_move(state: ClusterState, request: Request, run: TargetRun, num_pag
 def _find(
     state: ClusterState, source: int, destination: int, num_pages: int, node: Container[int]
 ) -> tuple[Request, range] | None:
-    """Find the request with the most full pages in a row at the source.
+    """Find the request with the most consecutive full pages at the source.
 
-    One that needs no new link comes first. None gets a new link to a row of another node.
+    Requests without a new link come first; rows of other nodes get none.
     """
     best: tuple[Request, range] | None = None
     most = MIN_PAGES - 1

@@ -1,12 +1,7 @@
 """Re-levelling between nodes: pages go to one instance of the least loaded node, and home again.
 
-Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages
-travel. (docs/decisions/0045.)
-
-A link between nodes has a fixed cost at both ends, so few instances should have any. A node takes
-pages in at its gateway, an instance that has such links already. Re-levelling within the node then
-moves pages of the node's own rows away from there. Pages go home once their row's node has no more
-load than the one where they are, and not so many that others of that node would come back for it.
+A link between nodes costs at both ends, so a node takes pages in at its gateway, an instance with
+such links (docs/decisions/0045).
 """
 
 from __future__ import annotations
@@ -19,27 +14,28 @@ from control_plane.scheduler.state.request import Request
 from nanocp.values.plan import PAGE_SIZE
 
 LEAST_NODE_SHARE = 12
-"""A gap between two nodes is worth a move if it is one in this many tokens of a node's mean load,
-or more."""
+"""A gap between nodes is worth a move from one in this many of a node's mean tokens on."""
 HOME_SHARE = 32
-"""Pages go home until their node has more load by one in this many tokens of a node's mean load. It
-is more than LEAST_NODE_SHARE, or pages would go away and home without end."""
+"""Pages go home until their node's load is higher by one in this many of a node's mean tokens.
+
+It is above LEAST_NODE_SHARE, or pages would go back and forth.
+"""
 LEAST_PAGES = 64
 """Fewer pages are not worth a ticket, or a new link."""
 LINK_WORTH = 2
-"""A new link between nodes is made where this many times the tokens that it costs may follow."""
+"""A new link between nodes is made where this many times its cost in tokens may follow."""
 PAID_IN_MOVES = 2
-"""A new link that needs more moves than that for it is not made: more rows would get one each."""
+"""A new link is made only if it needs no more moves; else more rows would get one each."""
 
 _Move = tuple[Request, range, int]
 _LoadOf = Callable[[int], int]
 
 
 def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int) -> Iterator[_Move]:
-    """Yield at most one move between nodes, all instances of which are open.
+    """Yield at most one move between nodes whose instances are all open.
 
-    load_of: what an instance carries, in tokens. first_link_tokens: what its first link to another
-    node costs an instance.
+    load_of: an instance's load in tokens. first_link_tokens: the cost of its first link to another
+    node.
     """
     # Means of their instances: the last node may have fewer.
     tokens = [state.loads.kv_tokens_on(node) // len(node) for node in state.nodes]
@@ -49,7 +45,7 @@ def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int)
 
 
 def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move | None:
-    """Find the longest run of pages whose row is on another node that has no more load."""
+    """Find the longest run of pages whose row's node has no more load."""
     node_of, best, most = state.cluster.node_of, None, MIN_PAGES - 1
     slack = (sum(tokens) - 1) // (len(tokens) * HOME_SHARE)
     for gateway, num_links in enumerate(state.committed.far_to):
@@ -75,11 +71,10 @@ def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move
 def _away(
     state: ClusterState, tokens: Sequence[int], load_of: _LoadOf, least_pages: int
 ) -> _Move | None:
-    """Find pages of the node with the most load for the gateway of the one with the least.
+    """Find pages of the most loaded node for the gateway of the least loaded one.
 
-    A request that has pages at the gateway goes first. Others need a new link, which pays if half
-    of the gap has least_pages, and few moves do. Where instances of the node have links to other
-    nodes, only rows that are bound to one of these get a new one.
+    Requests with pages there go first. A new link pays if half of the gap has least_pages and needs
+    few moves; it goes to rows of instances with links to other nodes, if any.
     """
     most, gap = max(tokens), max(tokens) - min(tokens)
     if gap * len(tokens) * LEAST_NODE_SHARE < sum(tokens):

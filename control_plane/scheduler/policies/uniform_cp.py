@@ -1,12 +1,6 @@
-"""The uniform-CP baseline, Helix-style: every request's KV over a whole fixed group of N instances.
+"""The uniform-CP baseline, Helix-style (2.3.2): each request's KV is on a fixed group.
 
-Enters: the decided state and N. Leaves: proposals. Does not know: lengths. (The paper's section
-2.3.2.)
-
-What it costs is what every policy pays, no more: each row has a link to each other member, so an
-instance of a group with r rows each sends r (N - 1) queries, receives as many, runs r N rows of
-attention and gets r (N - 1) partials back. A request of fewer than N pages has fewer links than
-that, where a real group would exchange padding: kind to the baseline.
+Requests below N pages have fewer links than in a real group: kind to the baseline.
 """
 
 from __future__ import annotations
@@ -31,10 +25,7 @@ class UniformCp(Policy):
         self._degree = degree
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Propose the group with the fewest rows, its pages in equal shares.
-
-        The MoE binding is the group's instance with the fewest rows.
-        """
+        """Propose the group with the fewest rows, and equal shares of the pages."""
         pages = num_pages(arrival.prompt_len)
         groups = self._groups(state)
         rows = [sum(state.loads.num_rows[i] for i in group) for group in groups]
@@ -61,7 +52,7 @@ class UniformCp(Policy):
         )
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Pages go round the group."""
+        """Choose the members of the group in turn."""
         members = [
             i for group in self._groups(state) if request.moe_binding in group for i in group
         ]

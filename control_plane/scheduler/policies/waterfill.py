@@ -1,8 +1,4 @@
-"""WaterFill: spread an amount over levels so that the highest becomes as low as it can be (4.2.3).
-
-Enters: integer levels and an integer amount. Leaves: integer shares. Does not know: what they
-count. (The paper's section 4.2.3.)
-"""
+"""WaterFill: spread an amount so that the highest level becomes as low as possible (4.2.3)."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ from collections.abc import Sequence
 
 
 def waterfill(levels: Sequence[int], amount: int) -> list[int]:
-    """Shares that sum to the amount and minimise max(level + share) over those with a share.
+    """Return shares that sum to the amount and minimise max(level + share) over those with a share.
 
-    The lowest level is filled first. The filled ones end within one of each other; the remainder
-    goes to the first of them in order. Raises ValueError for no levels or a negative amount.
+    The first of the filled levels take the remainder. Raises ValueError for no levels or a negative
+    amount.
     """
     if not levels or amount < 0:
         raise ValueError(

@@ -1,8 +1,4 @@
-"""Who is in the waiting queue, on its way back to it, or refused; who may be placed next.
-
-Enters: arrivals, time, a way to place one. Leaves: requests to place in order, and ends of those
-that never were placed. Does not know: rows, frames, windows, passes.
-"""
+"""Admission of requests to the waiting queue, and from there to placement in order."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, FinishReason
 
 _MAX_PASSED = 32
-"""Requests that one walk tries to place and leaves in the queue, at most."""
+"""Most requests that one walk tries to place but leaves in the queue."""
 
 _NOTE_US = 1_000_000
 """Time between two notes of one request."""
@@ -31,7 +27,7 @@ class Admission:
     def __init__(
         self, cluster: ClusterConfig, config: SchedulerConfig, answer: Answer, deferral: Deferral
     ) -> None:
-        """deferral: says who waits although it could be placed."""
+        """deferral: names requests that wait although they could be placed."""
         self._cluster = cluster
         self._deferral = deferral
         self._config = config
@@ -40,22 +36,22 @@ class Admission:
         self.queue = WaitingQueue(config, self.fair_share)
         self.first_windows = FirstWindows()
         self.away: dict[int, int] = {}
-        """Preempted requests that are away from the queue -> since when, in us, ascending."""
+        """Preempted requests away from the queue -> time they left, in us, ascending."""
         self.should_walk = False
         """Something changed since the queue was last walked."""
         self.noted: dict[int, str] = {}
-        """Request -> what kept it from being placed in this call, for people; see `note`."""
+        """Requests that this call could not place -> reason, for people; see `note`."""
         self._told: set[int] = set()
         """Requests that were noted since `_told_since_us`."""
         self._told_since_us = 0
         self.failure: str | None = None
-        """Why no request can be served any more."""
+        """Reason to refuse every request, once set."""
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.away)
 
     def refusal(self, arrival: Arrival) -> tuple[FinishReason, str] | None:
-        """Why the request ends as it arrives, whichever attempt it is; None if it does not."""
+        """Return why the request, in any attempt, ends as it arrives; None if it does not."""
         if self.failure is not None:
             return FinishReason.FAILED, self.failure
         if invalid := invalidity(arrival, self._cluster):
@@ -65,7 +61,7 @@ class Admission:
         return None
 
     def admit(self, arrival: Arrival, now_us: int) -> None:
-        """Queue a new request, or end it or another one if the queue is full."""
+        """Queue a new request. If the queue is full, end it or another one."""
         refusals = self.queue.admit(arrival, now_us)
         for refused, sentence in refusals:
             self._answer.end(refused, FinishReason.REFUSED, sentence)
@@ -80,20 +76,19 @@ class Admission:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next waiting request expires, or is waited for or deferred no longer, in us."""
+        """Return when the next wait ends in the queue (expiry, absence, deferral), in us."""
         until_us = self._deferral.next_deadline_us
         return earliest(self.queue.next_deadline_us, self._away_until_us, until_us)
 
     @property
     def _away_until_us(self) -> int | None:
-        """When the queue waits no longer for the first preempted request to come back."""
         since_us = next(iter(self.away.values()), None)
         return None if since_us is None else since_us + self._config.held_timeout_us
 
     def expire(self, now_us: int) -> list[int]:
-        """End those whose deadline has passed; wait no longer for those that stay away.
+        """End requests whose deadline has passed, and stop waiting for those that stay away.
 
-        Returns all of these requests. Those that were deferred long enough are to be placed.
+        Returns all of them.
         """
         gone: list[int] = []
         self.should_walk |= self._deferral.expire(now_us)
@@ -112,12 +107,12 @@ class Admission:
         return gone
 
     def end(self, request_id: int, reason: FinishReason, message: str) -> None:
-        """End a request that is not placed; nothing if it is unknown."""
+        """End a request that is not placed. An unknown one is ignored."""
         if self.forget(request_id):
             self._answer.end(request_id, reason, message)
 
     def forget(self, request_id: int) -> bool:
-        """A request waits no more; returns whether it did."""
+        """Remove a request from the queue; return whether it was there."""
         if request_id in self.queue:
             self.queue.remove(request_id)
         elif self.away.pop(request_id, None) is None:
@@ -126,7 +121,7 @@ class Admission:
         return True
 
     def note(self, request_id: int, now_us: int, obstacle: Callable[[], str]) -> None:
-        """Note why a request was not placed, once a second: it is tried again and again."""
+        """Note why a request was not placed, at most once a second."""
         if now_us - self._told_since_us >= _NOTE_US:
             self._told.clear()
             self._told_since_us = now_us
@@ -135,12 +130,10 @@ class Admission:
             self.noted[request_id] = obstacle()
 
     def walk(self, place: Callable[[Arrival], bool], now_us: int, num_open: int = 0) -> None:
-        """Place waiting requests in their order, as far as some may be passed by others.
+        """Place waiting requests in order; some may be passed by others.
 
-        num_open: instances that may be placed on; 0: all. While they are not all, a request that is
-        too large for them waits, and others pass it.
-
-        Nothing is placed while a preempted request is away: it has tokens to continue.
+        num_open: instances that accept placements; 0: all. Else a too large request is passed.
+        Nothing is placed while a preempted request is away, since it has tokens to continue.
         """
         if not self.should_walk or self.away:
             return

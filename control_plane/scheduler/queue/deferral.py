@@ -1,12 +1,7 @@
-"""Deferral: while tokens take too long, one long prompt in a hundred requests waits, for others.
+"""Deferral: while tokens take too long, one long prompt in a hundred requests waits for others.
 
-Enters: reports of windows, arrivals, tokens. Leaves: whether a waiting request waits on, and until
-when. Does not know: the queue's order, policies, costs. (docs/decisions/0049.)
-
-A burst of long prompts makes every row late. If a few of them wait until it is over, none is, but
-these. A request that is late already has nothing to lose, so it waits until steps are clearly
-shorter again, and others pass it. With drafts a step gives a row several tokens: a token takes as
-much less time.
+A burst of long prompts makes every row late; if a few of them wait, only these are late
+(docs/decisions/0049).
 """
 
 from __future__ import annotations
@@ -22,73 +17,64 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, WindowDone
 
 _ONE_IN = 110
-"""Requests that are admitted for each that may be deferred: an SLO of 99% lets a few more miss it.
-"""
+"""Admitted requests for each that may be deferred: an SLO of 99% lets slightly more miss it."""
 _MOST = 8
-"""Requests that are deferred at once, at most, and those that a long calm saves up for. So of N
-requests in a row at most N / _ONE_IN and _MOST more are deferred."""
+"""Most requests that are deferred at once, and most that a long calm saves up for."""
 _QUEUE_SHARE = 4
-"""One in this many of the queue's places and tokens is for deferred requests, at most."""
+"""Deferred requests get at most one in this many of the queue's places and tokens."""
 _BEGIN_PERCENT, _END_PERCENT = 102, 92
-"""Shares of the target. A request is deferred if a token with it would take longer than the first,
-and until it would take no longer than the second. A burst that is short makes nobody late."""
-_LEAST_PERCENT = 60
-"""Share of the target. While a token takes less nobody is deferred: the part of a step that does
-not grow with tokens is a large one then."""
-_MAX_WAIT_US = 20_000_000
-"""Nobody is deferred for longer. A request whose deadline leaves less than this after it never is.
+"""Percentages of the target. A request is deferred if a token with it would exceed the first.
+
+It is deferred until a token with it would not exceed the second.
 """
+_LEAST_PERCENT = 60
+"""Percentage of the target below which a token's time defers nobody."""
+_MAX_WAIT_US = 20_000_000
+"""Longest deferral. A request is never deferred if its deadline leaves less than this."""
 _LONG = 64
-"""A prompt is long if it has one in this many of the tokens that attention reads, or more."""
+"""A prompt is long if it has at least one in this many of the tokens that attention reads."""
 _LEAST_LONG = 4096
-"""No prompt of fewer tokens is long, however few the others are."""
+"""A prompt of fewer tokens is never long."""
 _NUM_WINDOWS = 8
 """Windows over which a step's time is measured."""
 
 
 class _Wait(NamedTuple):
-    """The longest that one request is deferred."""
-
     until_us: int
     num_tokens: int
     """Tokens of the prompt."""
 
 
 class _End(NamedTuple):
-    """The end of a window."""
-
     window: int
     at_us: int
     """When its last report came."""
     num_tokens: int
     num_accepted: int
-    """Until then; see Deferral._num_tokens."""
+    """Accepted drafts until then; see Deferral._num_tokens."""
 
 
 class TokensRead(NamedTuple):
-    """Tokens of KV that attention reads in a step."""
+    """KV tokens that attention reads in a step."""
 
     coming: int
-    """In the next step if everything that is decided for the instances were there."""
+    """Tokens in the next step if all KV that was decided on were in place."""
     now: int
-    """Those of them that are there: none while only new prompts are on their way."""
+    """Those of them that are in place: none while only new prompts are on their way."""
 
 
 def tokens_read(state: ClusterState, tickets: Tickets) -> TokensRead:
-    """Count them over all instances.
-
-    Pages that move are read where they were, so only KV that prefill sends is still to come.
-    """
+    """Count the tokens over all instances; only KV from the prefill is still to come."""
     instances = range(state.cluster.num_instances)
     decided = sum(state.loads.kv_tokens(each) - state.loads.weights[each] for each in instances)
     return TokensRead(decided, decided - tickets.num_unfilled_tokens)
 
 
 class Deferral:
-    """Which requests are deferred. Without a target none is."""
+    """Chooses the requests to defer; none without a target."""
 
     def __init__(self, config: SchedulerConfig, tokens: Callable[[], TokensRead]) -> None:
-        """tokens: what attention reads, as of the call."""
+        """tokens: returns the tokens that attention reads now."""
         self._tokens = tokens
         self._most = min(_MOST, config.max_queued_requests // _QUEUE_SHARE)
         self._most_tokens = config.max_queued_tokens // _QUEUE_SHARE
@@ -97,13 +83,13 @@ class Deferral:
         self._ends: deque[_End] = deque(maxlen=_NUM_WINDOWS + 1)
         """Windows that followed each other closely."""
         self._num_tokens = self._num_accepted = 0
-        """Tokens that were generated, and accepted drafts among them; 0 without drafts."""
+        """Generated tokens, and accepted drafts among them; 0 without drafts."""
         self._last_window = -1
         self._credit = 0
-        """Requests that were admitted, less _ONE_IN for each that was deferred; it has a cap."""
+        """Admitted requests, less _ONE_IN for each deferred one; capped."""
         self._deferred: dict[int, _Wait] = {}
         self._ended_us: dict[int, int] = {}
-        """Request that waits, and is deferred no more -> since when, in us."""
+        """Waiting requests that are no longer deferred -> time that it ended, in us."""
 
     def __len__(self) -> int:
         return len(self._deferred)
@@ -112,36 +98,36 @@ class Deferral:
         return request_id in self._deferred
 
     def admitted(self, num_requests: int) -> None:
-        """So many requests are in the queue now; fewer than 0 if some were refused for another."""
+        """Count requests that entered the queue; below 0 if more were refused for another one."""
         self._credit = min(self._credit + num_requests, _MOST * _ONE_IN)
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next request is to be deferred no more, in us, if nothing happens until then."""
+        """Return when the next deferral ends if nothing happens until then, in us."""
         return min((wait.until_us for wait in self._deferred.values()), default=None)
 
     def expire(self, now_us: int) -> bool:
-        """Defer those no more that have waited for the longest time; whether there are any."""
+        """End deferrals that reached the longest time; return whether there were any."""
         over = [each for each, wait in self._deferred.items() if wait.until_us <= now_us]
         for request_id in over:
             self._end(request_id, now_us)
         return bool(over)
 
     def may_be_passed_since_us(self, request_id: int, arrived_us: int) -> int:
-        """When the time began in which others may pass the request: after its deferral, if any."""
+        """Return when others could first pass the request: after its deferral, if any."""
         return self._ended_us.get(request_id, arrived_us)
 
     def generated(self, reports: Iterable[WindowDone]) -> None:
-        """Count the tokens of windows that may have drafts, and the drafts among them."""
+        """Count the tokens and accepted drafts of windows that may have drafts."""
         for report in reports:
             self._num_tokens += report.num_tokens
             self._num_accepted += sum(accepted for _, accepted in report.drafts)
 
     def reported(self, last_window: int, goes_on: bool, now_us: int, queue: WaitingQueue) -> None:
-        """Every instance has reported last_window, maybe some time ago.
+        """Record that every instance has reported last_window.
 
-        goes_on: whether another window is in flight; else the time until the next is no step's.
-        queue: requests that are no more in it are forgotten.
+        goes_on: another window is in flight, so the next report times a step. queue: requests
+        outside it are forgotten.
         """
         if not self._target_us or last_window == self._last_window:
             return
@@ -154,15 +140,15 @@ class Deferral:
                 del of_waiting[gone]
 
     def end_term(self, last_window: int) -> None:
-        """All windows up to the last one are over, and none that comes follows closely on them."""
+        """Record that windows up to the last one are over; the next one does not follow closely."""
         self._last_window = last_window
         self._ends.clear()
 
     def defers(self, arrival: Arrival, arrived_us: int, now_us: int) -> bool:
-        """Whether the request waits on, although it may be that it could be placed.
+        """Return whether the request waits even if it could be placed.
 
-        Only a long prompt that is computed for the first time, of no class before the default one,
-        and once.
+        Only a long prompt is deferred, once, when it is first computed, unless its class comes
+        before the default one.
         """
         request_id = arrival.request_id
         is_new = arrival.needs_prefill and not arrival.resumes and not arrival.attempt
@@ -182,15 +168,12 @@ class Deferral:
         return True
 
     def sentence(self) -> str:
-        """Why a request is deferred, for people."""
+        """Explain a deferral to people."""
         return f"tpot_target_ms: a token takes {self.token_us / 1000:.1f} ms; long prompts wait"
 
     @property
     def token_us(self) -> int:
-        """Mean time of a row's token in the latest windows: that of a step, over a row's tokens.
-
-        0 if fewer than two windows have followed closely.
-        """
+        """The mean time of a row's token in the latest windows; 0 if it is not known."""
         if len(self._ends) < 2:
             return 0
         first, last = self._ends[0], self._ends[-1]
@@ -205,7 +188,6 @@ class Deferral:
         self._ended_us[request_id] = now_us
 
     def _has_room(self, arrival: Arrival, until_us: int) -> bool:
-        """Whether one more may be deferred, and this one: not twice, nor with a deadline soon."""
         deadline_us = arrival.deadline_us
         is_urgent = deadline_us is not None and deadline_us < until_us + _MAX_WAIT_US
         if is_urgent or arrival.request_id in self._ended_us or len(self._deferred) >= self._most:
@@ -214,10 +196,9 @@ class Deferral:
         return waiting + arrival.prompt_len <= self._most_tokens
 
     def _is_over(self, arrival: Arrival, percent: int) -> bool:
-        """Whether the prompt is long, and a token with it would take over so much of the target.
+        """Assume that a step grows with the tokens that attention reads, the most it can.
 
-        A step is taken to grow as the tokens do that attention reads, which is the most it can.
-        While nothing is read, a step says nothing about the next one.
+        If nothing is read, a step predicts nothing.
         """
         more, token_us = arrival.prompt_len, self.token_us
         if more < _LEAST_LONG or 100 * token_us < _LEAST_PERCENT * self._target_us:

@@ -1,8 +1,4 @@
-"""The global waiting queue: requests not yet placed, by class, tenant and arrival (4.1).
-
-Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one: requests and
-tokens are bounded. Does not know: instances.
-"""
+"""The bounded global queue of requests not yet placed, by class, tenant and arrival (4.1)."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from nanocp.values.plan import PAGE_SIZE, Arrival
 
 
 def earliest(*deadlines_us: int | None) -> int | None:
-    """The first of these deadlines, in us; None if there is none."""
+    """Return the first of these deadlines, in us; None if there is none."""
     return min((each for each in deadlines_us if each is not None), default=None)
 
 
@@ -32,10 +28,7 @@ class Waiting(NamedTuple):
 
 
 class WaitingQueue:
-    """The lowest priority number first, then the tenant that was served least; removal of any.
-
-    Requests of one tenant and class are in order of arrival.
-    """
+    """Yields the lowest priority number first, then the least served tenant, then the oldest."""
 
     def __init__(self, config: SchedulerConfig, fair_share: FairShare | None = None) -> None:
         self._fair_share = fair_share or FairShare()
@@ -43,19 +36,17 @@ class WaitingQueue:
         self._max_tokens = config.max_queued_tokens
         self._waiting: dict[int, Waiting] = {}
         self._classes: dict[int, dict[str, list[int]]] = {}
-        """Priority -> tenant -> request ids, ascending; no list is empty.
-
-        Ids are given in order of arrival, and a preempted request keeps its own.
-        """
+        """Priority -> tenant -> request ids, ascending, in order of first arrival; no list is
+        empty."""
         self._deadlines: list[tuple[int, int]] = []
-        """A heap of (deadline in us, request id); some of them wait no more."""
+        """A heap of (deadline in us, request id); some of these requests no longer wait."""
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """In order. A tenant that is charged meanwhile goes further back with its next request."""
+        """Yield requests in order. A tenant that is charged meanwhile moves back."""
         for priority in sorted(self._classes):
             yield from self._of_class(self._classes[priority])
 
@@ -63,7 +54,7 @@ class WaitingQueue:
         return request_id in self._waiting
 
     def refusal(self, arrival: Arrival) -> str | None:
-        """Why the queue cannot take it, naming the cap; None if it can."""
+        """Return why the queue cannot take the request, naming the cap; None if it can."""
         if len(self._waiting) >= self._max_requests:
             return f"the waiting queue is full: max_queued_requests is {self._max_requests}"
         if self.num_tokens + arrival.prompt_len > self._max_tokens:
@@ -75,10 +66,9 @@ class WaitingQueue:
         return None
 
     def admit(self, arrival: Arrival, now_us: int) -> list[tuple[int, str]]:
-        """Take a new request; returns (request id, sentence) of each that is refused for it.
+        """Add a new request; return (request id, sentence) of each request refused for it.
 
-        If the queue is full, that is the request itself, or the newest ones of the tenant with the
-        longest queue.
+        A full queue refuses it, or the newest of the tenant with the longest queue.
         """
         refused: list[tuple[int, str]] = []
         while refusal := self.refusal(arrival):
@@ -92,7 +82,7 @@ class WaitingQueue:
         return refused
 
     def append(self, arrival: Arrival, now_us: int) -> None:
-        """Take an arrival. One that resumes is taken in beyond the caps: it was admitted before."""
+        """Add an arrival, without caps if it was admitted before."""
         assert arrival.request_id not in self._waiting
         self._waiting[arrival.request_id] = Waiting(arrival, now_us)
         tenants = self._classes.setdefault(arrival.priority, {})
@@ -103,7 +93,7 @@ class WaitingQueue:
         self.num_tokens += arrival.prompt_len
 
     def replace(self, arrival: Arrival) -> None:
-        """A later attempt of a waiting request takes its place, with its deadline."""
+        """Replace a waiting request by its later attempt, with the same deadline."""
         old, arrived_us = self._waiting[arrival.request_id]
         if arrival.attempt > old.attempt:
             self.num_tokens += arrival.prompt_len - old.prompt_len
@@ -111,7 +101,7 @@ class WaitingQueue:
             self._waiting[arrival.request_id] = Waiting(arrival, arrived_us)
 
     def remove(self, request_id: int) -> None:
-        """Take out one that is placed or ended."""
+        """Remove a request that is placed or ended."""
         arrival = self._waiting.pop(request_id).arrival
         tenants = self._classes[arrival.priority]
         ids = tenants[arrival.tenant]
@@ -124,7 +114,7 @@ class WaitingQueue:
         self.num_tokens -= arrival.prompt_len
 
     def _of_class(self, tenants: Mapping[str, Sequence[int]]) -> Iterator[Waiting]:
-        """Requests of one class: first of those that come back, then of the least served."""
+        """Yield requests that come back, then those of the least served tenant."""
         if len(tenants) == 1:
             (ids,) = tenants.values()
             for request_id in ids:
@@ -145,10 +135,7 @@ class WaitingQueue:
                 heapq.heappush(order, place(tenant, index + 1))
 
     def _displaced_by(self, arrival: Arrival) -> int | None:
-        """The newest request of the tenant with the longest queue.
-
-        None if the arrival's own tenant has as many there, or if the arrival alone is too long.
-        """
+        """Return None if the arrival's tenant has the longest queue, or it alone is too long."""
         if arrival.prompt_len > self._max_tokens:
             return None
         num_waiting: dict[str, int] = {}
@@ -168,7 +155,7 @@ class WaitingQueue:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """The earliest deadline of those that wait; None if none has one."""
+        """The earliest deadline of the waiting requests; None if none has one."""
         while self._deadlines:
             deadline_us, request_id = self._deadlines[0]
             waiting = self._waiting.get(request_id)
@@ -178,7 +165,7 @@ class WaitingQueue:
         return None
 
     def expired(self, now_us: int) -> Waiting | None:
-        """One whose deadline has passed; None if there is none. It stays until it is removed."""
+        """Return a waiting request whose deadline has passed, or None; it stays in the queue."""
         deadline_us = self.next_deadline_us
         if deadline_us is None or deadline_us > now_us:
             return None
@@ -186,9 +173,9 @@ class WaitingQueue:
 
 
 def invalidity(arrival: Arrival, cluster: ClusterConfig, num_open: int = 0) -> str | None:
-    """Say why even an empty cluster cannot hold the request, with the numbers; None if it can.
+    """Explain with numbers why even an empty cluster cannot hold the request; None if it can.
 
-    num_open: instances that may be placed on; 0: all.
+    num_open: instances that accept placements; 0: all.
     """
     if arrival.prompt_len < 1 or arrival.max_tokens < 1:
         return (

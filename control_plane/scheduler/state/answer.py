@@ -1,8 +1,4 @@
-"""What one call has decided so far, and returns in its plan.
-
-Enters: decisions of every part of the scheduler, in their order. Leaves: a Plan. Does not know: the
-reasons of a decision.
-"""
+"""The decisions of one scheduler call, collected in order until they become a Plan."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from nanocp.values.plan import (
 
 
 class Answer:
-    """The fields of the next plan but for its window; `take` makes the plan and empties them."""
+    """The fields of the next plan except its window."""
 
     __slots__ = ("ended", "fences", "fetches", "placed", "preempted", "stows", "transfers")
 
@@ -32,18 +28,18 @@ class Answer:
         self.transfers: list[Transfer] = []
         self.fences: list[Fence] = []
         self.placed: dict[int, Request] = {}
-        """By request id: requests that were placed, or whose bindings changed."""
+        """Requests that were placed or re-bound, by request id."""
         self.ended: list[Ended] = []
         self.preempted: list[Preempted] = []
         self.stows: list[Stow] = []
         self.fetches: list[Fetch] = []
 
     def go_on(self, request_id: int) -> None:
-        """A later attempt of the request has come: its end in this very call is no end."""
+        """Forget the request's end: a later attempt has come."""
         self.ended = [each for each in self.ended if each.request_id != request_id]
 
     def end(self, request_id: int, reason: FinishReason, message: str) -> None:
-        """The request has ended, and the front end does not know it yet."""
+        """Record that the request ended, for its front end."""
         self.ended.append(Ended(request_id, reason, message))
 
     def take(
@@ -53,10 +49,10 @@ class Answer:
         step: int,
         begins: tuple[int, int] | None = None,
     ) -> Plan:
-        """The plan of all that was decided since the last call.
+        """Return a plan of all decisions since the last call.
 
-        window: the one that is issued, or None. step: the first step after the windows issued so
-        far. begins: see Request.placement.
+        window: the issued one, if any. step: the first after the windows issued so far. begins: see
+        Request.placement.
         """
         plan = Plan(
             window,

@@ -1,8 +1,4 @@
-"""The frames of one instance's states, behind its frames of KV: which are free, which are taken.
-
-Enters: states that come and go. Leaves: the pages of a state's frame. Does not know: which request
-has a state, KV.
-"""
+"""The frames of one instance's recurrent states; they lie behind its frames of KV."""
 
 from __future__ import annotations
 
@@ -11,10 +7,10 @@ from nanocp.values.plan import CARRY_PAGE, TargetRun
 
 
 class CarryFrames:
-    """One for each row that there may be, and one more: a state may leave while another comes."""
+    """One frame for each possible row, and one more for a state that leaves as another comes."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
-        """All frames are free; there are none if rows have no states."""
+        """Make all frames free; there are none if the model has no recurrent states."""
         self._num_pages = cluster.carry_pages
         self.number = cluster.bounds.max_rows + 1 if cluster.carry_pages else 0
         self.num_taken = 0
@@ -22,15 +18,15 @@ class CarryFrames:
         self._free = [
             cluster.num_frames + index * cluster.carry_pages for index in range(self.number)
         ][::-1]
-        """The first frame of each free state, the next one last."""
+        """First frame of each free state; the next to be taken is last."""
 
     @property
     def has_free(self) -> bool:
-        """Whether there is one for another state."""
+        """Return whether another state fits."""
         return bool(self._free)
 
     def take(self, instance: int, reserved: TargetRun | None = None) -> TargetRun:
-        """Commit a frame, a free one or one that was reserved. instance: whose frames they are."""
+        """Commit a free frame of the instance, or the reserved one."""
         self.num_taken += 1
         return reserved or TargetRun(CARRY_PAGE, self._num_pages, instance, self._free.pop())
 
@@ -39,13 +35,13 @@ class CarryFrames:
         self._free.remove(run.frame)
 
     def quarantine(self) -> None:
-        """The owner of a frame has left; something may still write to it."""
+        """Record that a frame's owner left; something may still write to it."""
         self.num_taken -= 1
 
     def free(self, frame: int) -> None:
-        """Nothing can write to the frame any more."""
+        """Free a frame that nothing can write to any more."""
         self._free.append(frame)
 
     def free_frames(self) -> list[int]:
-        """Every page's frame of those that are free. For invariants and tests."""
+        """Return every free frame, for invariants and tests."""
         return [frame + page for frame in self._free for page in range(self._num_pages)]

@@ -1,13 +1,7 @@
-"""What is decided for every instance: placed requests, their loads and frames, and what still fits.
+"""All decisions about every instance: placed requests, loads, frames, and the room left.
 
-Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that
-guards placement, re-binding and extension (can_allocate). Does not know: events, windows in flight,
-what an instance reports.
-
-Two pairs of numbers are never mixed. `loads.kv_tokens` is what attention reads: WaterFill and every
-cost use it; frames, committed for coming tokens too, are for the check of room only.
-`loads.num_rows` is what policies balance; `committed.rows` counts parked rows too, and is what
-max_rows bounds.
+Costs and WaterFill use `loads.kv_tokens`, which attention reads; frames only say what fits.
+Policies balance `loads.num_rows`; max_rows also bounds parked rows.
 """
 
 from __future__ import annotations
@@ -32,14 +26,17 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.values.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
 
 _CLOSED = 1 << 40
-"""Rows and tokens that a closed instance counts beside its own: every policy takes it last."""
+"""Load added to a closed instance, so that every policy takes it last."""
 
 
 class ClusterState:
-    """The decided state. Policies read it; only the scheduler changes it."""
+    """Placed requests and loads of all instances.
+
+    Policies read it; only the scheduler changes it.
+    """
 
     def __init__(self, cluster: ClusterConfig, steps_in_flight: int = 2) -> None:
-        """steps_in_flight: most steps that are planned and that some instance may not have run."""
+        """steps_in_flight: most planned steps that some instance may not have run."""
         num = cluster.num_instances
         self.cluster = cluster
         self.bounds = cluster.bounds
@@ -55,7 +52,7 @@ class ClusterState:
         self._steps_in_flight = steps_in_flight
         self.frames = [FrameLedger(cluster) for _ in range(num)]
         self.open = list(range(num))
-        """Instances on which something may be placed, ascending."""
+        """Instances that accept placements, ascending."""
 
     @property
     def step(self) -> int:
@@ -68,21 +65,21 @@ class ClusterState:
         return self.loads.step - self._steps_in_flight
 
     def close(self, instance: int) -> None:
-        """Nothing is placed on the instance from now on. What is there may stay."""
+        """Place nothing more on the instance. Its requests may stay."""
         if instance in self.open:
             self.open.remove(instance)
             self.frames[instance].close()
             self.loads.weigh(instance, _CLOSED)
 
     def reopen(self, instance: int) -> None:
-        """Requests may be placed on the instance again."""
+        """Allow placements on the instance again."""
         if instance not in self.open:
             self.open = sorted([*self.open, instance])
             self.frames[instance].reopen()
             self.loads.weigh(instance, -_CLOSED)
 
     def load(self, instance: int) -> InstanceLoad:
-        """The instance's load as a value. On one that is closed nothing is free."""
+        """Return the instance's load. A closed instance has nothing free."""
         pool, weight = self.frames[instance], self.loads.weights[instance]
         return InstanceLoad(
             kv_tokens=self.loads.kv_tokens(instance) - weight,
@@ -95,9 +92,9 @@ class ClusterState:
     # --- can it be carried? (can_allocate)
 
     def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
-        """Whether frames and every bound have room for a row with its pages and links.
+        """Return whether frames and every bound have room for a row with its pages and links.
 
-        pages_on: instance -> pages. Shared pages in frames that are not free are left out.
+        pages_on: pages by instance, without shared pages whose frames are in use.
         """
         frames = self.frames
         for instance, count in pages_on.items():
@@ -110,10 +107,9 @@ class ClusterState:
     def can_move(
         self, request: Request, pages: range, destination: int, is_stopped: bool = False
     ) -> bool:
-        """Whether pages of one run could be copied to another instance now.
+        """Return whether pages of one run could be copied to another instance now.
 
-        Each page needs a frame there, and the row a link. is_stopped: whether the row is in no
-        window that some instance has not run.
+        is_stopped: the row is in no window that some instance has not run.
         """
         if request.ticket is not None or request.move is not None:
             return False
@@ -134,7 +130,7 @@ class ClusterState:
     # --- changes
 
     def place(self, request: Request, layout: Layout) -> None:
-        """Commit frames, the row and its links as laid out; the caller has checked that it can."""
+        """Commit frames, the row and its links as laid out, after a check."""
         request.pages_on = layout.pages_on
         if self.cluster.carry_pages:
             request.carry = self.frames[request.moe_binding].carries.take(request.moe_binding)
@@ -157,17 +153,14 @@ class ClusterState:
         self._enter(request)
 
     def adopt(self, request: Request, runs: Iterable[TargetRun]) -> None:
-        """Park a request over its pages; the caller has checked that bounds have room."""
+        """Park a request over pages that it has, after a check."""
         for run in runs:
             request.add_runs(run.instance, [FrameRun(run.frame, run.num_pages)])
         request.state = PARKED
         self._enter(request)
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
-        """Commit the request's next `count` pages on the holder, and return the new runs.
-
-        The caller has checked that the holder has the frames and the row its link.
-        """
+        """Commit the request's next `count` pages on the holder; return the new runs."""
         pages_on = request.pages_on
         is_new = holder not in pages_on
         if holder not in request.span:
@@ -182,7 +175,7 @@ class ClusterState:
         return runs
 
     def run(self, request: Request) -> None:
-        """The row runs from the next window on; the page of its position is committed."""
+        """Run the row from the next window on, with a page for its position."""
         if request.state is PARKED:
             self.loads.count_row(request.moe_binding, +1)
         request.state = RUNNING
@@ -192,7 +185,7 @@ class ClusterState:
         self.loads.count_growing(request, self.step, +1)
 
     def enter_next_run(self, request: Request) -> None:
-        """From the first position of its next run on, a running row appends there."""
+        """Append to the next run from its first position on."""
         run = request.runs[request.tail + 1]
         step = request.since_step + run.first_page * PAGE_SIZE - request.position
         self.loads.num_falls += 1
@@ -201,9 +194,9 @@ class ClusterState:
         self.loads.count_growing(request, step, +1)
 
     def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
-        """Commit frames for full pages of one run at another instance.
+        """Commit frames for full pages of one run at another instance, after `can_move`.
 
-        From now on they count in its load. The caller has checked that it can.
+        They count in its load from now on.
         """
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         if destination not in request.pages_on:
@@ -218,9 +211,9 @@ class ClusterState:
         return request.move
 
     def finish_move(self, request: Request) -> dict[int, list[FrameRun]]:
-        """The pages have arrived and are read at their new place from the next window on.
+        """Read the arrived pages at their new place from the next window on.
 
-        Returns the frames that they leave, by instance, quarantined.
+        Returns the frames they leave, by instance, quarantined.
         """
         assert request.move is not None
         is_stopped = request.move.is_stopped
@@ -257,9 +250,9 @@ class ClusterState:
         return {source: frames}
 
     def advance(self, request: Request, position: int) -> None:
-        """A row came to a position: by a pass of a pipeline, or further than a token a step.
+        """Set a row's position after a pass, or after accepted drafts.
 
-        position: at `since_step`, if the row is running.
+        position: the one at `since_step`, if the row is running.
         """
         if request.state is RUNNING:
             self.loads.jump(request, position - request.position)
@@ -274,7 +267,7 @@ class ClusterState:
         self.loads.count_kv(request, +1)
 
     def park(self, request: Request) -> None:
-        """The row leaves the windows from the next one on. It keeps its place under every bound."""
+        """Take the row out of the next windows; bounds still count it."""
         if request.state is RUNNING:
             self._halt(request)
         request.state = PARKED
@@ -284,7 +277,7 @@ class ClusterState:
     # --- a term ends and the next begins
 
     def cancel_move(self, request: Request) -> None:
-        """The request's pages stay where they are read; the frames for them elsewhere are free."""
+        """Free the frames that the request's pages were moving to; the pages stay."""
         move, request.move = request.move, None
         assert move is not None
         self.loads.count_move(move, -1)
@@ -295,7 +288,7 @@ class ClusterState:
         self.frames[move.destination].free(frames)
 
     def hold(self, request: Request) -> None:
-        """The request keeps its frames and its place under every bound, but has no row."""
+        """Take the request's row away; it keeps its frames, and bounds count it."""
         if request.state not in (PARKED, HELD):
             self.park(request)
         # Steps may be planned beyond its last token.
@@ -306,7 +299,7 @@ class ClusterState:
         request.state = HELD
 
     def begin_attempt(self, request: Request, arrival: Arrival) -> None:
-        """A held request is parked, and its row starts at another position."""
+        """Park a held request whose new row starts at another position."""
         self.loads.count_kv(request, -1)
         request.begin_attempt(arrival)
         request.tail = request.run_of(request.position)
@@ -315,7 +308,7 @@ class ClusterState:
         self.loads.num_falls += 1
 
     def lose(self, instance: int) -> None:
-        """Another process has the seat: its frames are empty. No request has a page there."""
+        """Empty the frames of a seat that another process took."""
         assert not self.frames[instance].num_committed, f"instance {instance} still holds pages"
         self.frames[instance] = FrameLedger(self.cluster)
         if instance not in self.open:
@@ -323,7 +316,7 @@ class ClusterState:
         self.loads.num_falls += 1
 
     def rebind(self, request: Request, moe_binding: int) -> None:
-        """Move the row; the caller has checked that it can. A state gets a frame where it goes."""
+        """Move the row to another instance with room, where its recurrent state gets a frame."""
         old = request.moe_binding
         if request.carry is not None:
             request.carry_source, request.ran_at = request.carry, old
@@ -337,7 +330,7 @@ class ClusterState:
             self.linked.update(request)
 
     def remove(self, request: Request) -> dict[int, list[FrameRun]]:
-        """Give up what the ended request holds. Returns its frames, by instance, quarantined."""
+        """Give up all of an ended request; return its quarantined frames, by instance."""
         self.loads.num_falls += 1
         if request.state is RUNNING:
             self._halt(request)

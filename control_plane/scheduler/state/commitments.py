@@ -1,8 +1,6 @@
-"""What the bounds of a step limit on every instance: rows, attention rows, partials and links.
+"""Counts of rows, attention rows, partials and links that the bounds of a step limit.
 
-Enters: rows that are placed, re-bound and removed, and instances that a KV binding wins and loses.
-Leaves: which bound has no room for one more row or link. Does not know: frames, tokens, whether a
-row runs: a parked row keeps its place under every bound, so that it can always come back.
+A parked row keeps its place, so that it can always come back.
 """
 
 from __future__ import annotations
@@ -13,43 +11,42 @@ from nanocp.config.cluster import ClusterConfig
 
 
 class Commitments:
-    """Counts of what is decided, by instance."""
+    """The decided counts of every instance."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         num_instances = cluster.num_instances
         self._bounds = cluster.bounds
         self._nodes = [cluster.node_of(instance) for instance in range(num_instances)]
         self.rows = [0] * num_instances
-        """Rows, parked rows too."""
+        """Rows, including parked ones."""
         self.attention_rows = [0] * num_instances
-        """Rows of which the instance runs attention: its own, and one for each link to it."""
+        """Rows that the instance runs attention for: its own, and one for each link to it."""
         self.partials = [0] * num_instances
         """Partials that return to the instance: one for each link from it."""
         self.links = [[0] * num_instances for _ in range(num_instances)]
-        """[MoE binding][other instance of the KV binding] -> links."""
+        """Links by [MoE binding][other instance of the KV binding]."""
         self.far_from = [0] * num_instances
         """Links from the instance to other nodes."""
         self.far_to = [0] * num_instances
         """Links to the instance from other nodes."""
 
     def num_links(self, instance: int) -> int:
-        """Links from the instance or to it, whichever are more: what its exchange takes."""
+        """Return the larger of the links from and to the instance: what its exchange takes."""
         num_from = self.partials[instance]
         num_to = self.attention_rows[instance] - self.rows[instance]
         return num_from if num_from > num_to else num_to
 
     def num_far_links(self, instance: int) -> int:
-        """Those of its links that leave the node: from it or to it, whichever are more."""
+        """Return the larger of the links to and from other nodes."""
         num_from, num_to = self.far_from[instance], self.far_to[instance]
         return num_from if num_from > num_to else num_to
 
     # --- room
 
     def bound_reached(self, moe_binding: int, kv_binding: Iterable[int]) -> tuple[str, int] | None:
-        """The first bound without room for one more row, and the instance where it is reached.
+        """Return the first bound without room for one more row, and the instance that reached it.
 
-        The row is at the MoE binding, with links to the other instances of its KV binding. None if
-        every bound has room.
+        The row has links to its KV binding. None: it fits.
         """
         bounds = self._bounds
         if self.rows[moe_binding] >= bounds.max_rows:
@@ -69,10 +66,9 @@ class Commitments:
     def link_bound_reached(
         self, moe_binding: int, instance: int, num_linked: int = 0
     ) -> tuple[str, int] | None:
-        """The first bound without room for one more link between the two, and where it is reached.
+        """Return the first bound without room for one more link, and the instance that reached it.
 
-        None if every bound has room. num_linked: links of the same row that will be made before
-        this one, and are not counted yet.
+        None: it fits. num_linked: links of this row that are made first and not counted yet.
         """
         bounds = self._bounds
         if self.links[moe_binding][instance] >= bounds.max_links:
@@ -84,9 +80,9 @@ class Commitments:
         return None
 
     def can_reach(self, moe_binding: int, span: Collection[int], instance: int) -> bool:
-        """Whether a row has the link that pages on the instance need, or could have it.
+        """Return whether a row has the link that pages on the instance need, or could get it.
 
-        span: the instances that its links are committed for.
+        span: the instances with committed links.
         """
         return (
             instance == moe_binding
@@ -95,7 +91,7 @@ class Commitments:
         )
 
     def can_rebind(self, kv_binding: Collection[int], moe_binding: int) -> bool:
-        """Whether a row could move to another instance of its KV binding, its links with it."""
+        """Return whether a row and its links could move to another instance of its KV binding."""
         # It has its place in attention on every member already; only the row and its links move.
         bounds = self._bounds
         return (
@@ -107,13 +103,13 @@ class Commitments:
     # --- changes; sign: +1 or -1
 
     def count_row(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
-        """A row comes or goes, and its links with it."""
+        """Count a row and its links: +1 when it comes, -1 when it goes."""
         self.rows[moe_binding] += sign
         self.attention_rows[moe_binding] += sign
         self.count_links(moe_binding, kv_binding, sign)
 
     def count_links(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
-        """Links of one row to these instances come or go; it needs none to its MoE binding."""
+        """Count links of one row to these instances; its MoE binding needs none."""
         links, attention_rows = self.links[moe_binding], self.attention_rows
         num_links = 0
         for instance in kv_binding:
@@ -125,7 +121,7 @@ class Commitments:
         self.partials[moe_binding] += num_links
 
     def rebind(self, kv_binding: Collection[int], old: int, new: int) -> None:
-        """A row moves from one instance to another, its links with it."""
+        """Move the counts of a row and its links to another instance."""
         old_links, new_links = self.links[old], self.links[new]
         for instance in kv_binding:
             if instance != old:

@@ -1,8 +1,6 @@
-"""The frames of one instance: which are free, committed or quarantined, and which can be shared.
+"""The frames of one instance.
 
-Enters: how many frames are wanted. Leaves: runs of frames, as few as possible (attention over a run
-is faster than over scattered frames, and a run is one entry of a table). Does not know: which
-request owns a frame.
+It gives as few runs as possible, since they make attention faster.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _MAX_SCANNED_RUNS = 8
 
 
 class FrameRun(NamedTuple):
-    """Frames of one instance that follow one another."""
+    """Consecutive frames of one instance."""
 
     frame: int
     """The first of them."""
@@ -34,7 +32,7 @@ frame_run: Callable[[tuple[int, int]], FrameRun] = partial(tuple.__new__, FrameR
 
 
 def cut_runs(runs: list[FrameRun], count: int) -> list[FrameRun]:
-    """Take `count` frames off the front of the runs."""
+    """Remove `count` frames from the front of the runs, and return them."""
     taken: list[FrameRun] = []
     while count:
         run = runs.pop(0)
@@ -47,27 +45,24 @@ def cut_runs(runs: list[FrameRun], count: int) -> list[FrameRun]:
 
 @dataclass(slots=True)
 class _CachedPage:
-    """The content of one frame, and how many requests read it or did."""
+    """The content of one frame, with counts of its readers."""
 
     page_hash: bytes
     num_owners: int = 1
-    """Requests that have it. The frame is committed while there is one."""
+    """Requests that own the frame. It is committed while there is one."""
     num_holds: int = 0
-    """Times the frame is in quarantine: once for each owner that left.
+    """Times that the frame is in quarantine: once for each owner that left.
 
     Without owners the frame is quarantined; without both it is free.
     """
 
 
 class FrameLedger:
-    """The frames 0 to num_frames - 1; each is committed, quarantined or free, and each is counted.
+    """The frames 0 to num_frames - 1; each is committed, quarantined or free.
 
-    Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of
-    their length), so that no operation walks all frames.
-
-    A frame with a cached page may have several owners. When the last is gone the frame is free: it
-    is in no run and keeps its page, to be found again, until other frames do not suffice. Then the
-    frame that was freed first gives up its page first.
+    Free runs are indexed by both ends and by the bit length of their length, so no operation walks
+    all frames. A frame with a cached page may have several owners. A free one keeps its page; the
+    one that was freed first is given up first.
     """
 
     __slots__ = (
@@ -86,15 +81,14 @@ class FrameLedger:
     )
 
     def __init__(self, cluster: ClusterConfig) -> None:
-        """Every frame is free."""
         self.num_frames = num_frames = cluster.num_frames
         self.carries = CarryFrames(cluster)
-        """Frames of states, behind these; they are freed and quarantined with these."""
+        """Frames of recurrent states; they are freed and quarantined with these."""
         self.num_free = num_frames
         self.num_committed = 0
         self.num_quarantined = 0
         self.num_withheld: int | None = None
-        """Frames that are free, and that nobody may have while the ledger is closed; else None."""
+        """Frames that are free but withheld while the ledger is closed; None if it is open."""
         self._len_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}  # frame after a run -> the run's start
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
@@ -106,7 +100,7 @@ class FrameLedger:
         self._add_run(0, num_frames)
 
     def close(self) -> None:
-        """Count no frame as free from now on, those that become free neither."""
+        """Count no frame as free until `reopen`."""
         if self.num_withheld is None:
             self.num_withheld, self.num_free = self.num_free, 0
 
@@ -116,7 +110,7 @@ class FrameLedger:
             self.num_free, self.num_withheld = self.num_withheld, None
 
     def take(self, count: int, after: int | None = None) -> list[FrameRun]:
-        """Commit `count` free frames; the first is `after` + 1 if that one is free."""
+        """Commit `count` free frames, from `after` + 1 on if it is free."""
         assert 0 < count <= self.num_free, f"{count} frames wanted, {self.num_free} free"
         runs: list[FrameRun] = []
         while self.num_free - len(self._kept) < count:
@@ -137,7 +131,7 @@ class FrameLedger:
         return runs
 
     def reserve(self, frame: int) -> None:
-        """Quarantine a frame that is free and has no cached page."""
+        """Quarantine a free frame without a cached page."""
         start = max(each for each in self._len_at if each <= frame)
         end = start + self._remove_run(start)
         assert frame < end, f"frame {frame} is not free"
@@ -149,12 +143,12 @@ class FrameLedger:
         self.num_quarantined += 1
 
     def take_reserved(self) -> None:
-        """Commit a frame that was reserved."""
+        """Commit a reserved frame."""
         self.num_quarantined -= 1
         self.num_committed += 1
 
     def quarantine(self, runs: list[FrameRun]) -> None:
-        """Hold committed frames whose owner left, until nothing can write to them."""
+        """Keep frames whose owner left until nothing can write to them."""
         count = 0
         for frame, num_pages in runs:
             if frame >= self.num_frames:
@@ -170,10 +164,7 @@ class FrameLedger:
         self.num_quarantined += count
 
     def free(self, runs: list[FrameRun]) -> None:
-        """Nothing can write to these frames any more for the owner that left.
-
-        Those without another owner become free.
-        """
+        """End one quarantine of these frames. Those without another owner become free."""
         if is_closed := self.num_withheld is not None:
             self.reopen()
         # Of frames that are freed at once, those of a prompt's first pages are kept longest.
@@ -194,9 +185,9 @@ class FrameLedger:
     # --- pages that others may read too
 
     def cache(self, frame: int, page_hash: bytes, is_quarantined: bool = False) -> bool:
-        """The frame, which is committed or quarantined, will not be written again: others read it.
+        """Let others share a committed or quarantined frame; it is not written again.
 
-        Returns whether it is found from now on: not if the page is in another frame too.
+        Returns False if another frame already has the page.
         """
         if page_hash in self._frame_of:
             return False
@@ -205,15 +196,15 @@ class FrameLedger:
         return True
 
     def find(self, page_hash: bytes) -> int | None:
-        """The frame with this page."""
+        """Return the frame with this page, if any."""
         return self._frame_of.get(page_hash)
 
     def is_free(self, frame: int) -> bool:
-        """Whether a frame that `find` returned is free: to share it takes a free frame."""
+        """Return whether a frame from `find` is free: sharing uses it up."""
         return frame in self._kept
 
     def share(self, frame: int) -> None:
-        """One more request owns a frame that `find` returned."""
+        """Add an owner to a frame from `find`."""
         page = self._cached[frame]
         if page.num_owners == 0:
             if frame in self._kept:
@@ -225,7 +216,7 @@ class FrameLedger:
         page.num_owners += 1
 
     def cached_pages(self) -> Iterator[tuple[int, bytes, int, int]]:
-        """List (frame, hash, owners, times in quarantine) of every cached page, for checks."""
+        """List (frame, hash, owners, times in quarantine) of every cached page."""
         for frame, page in self._cached.items():
             assert self._frame_of[page.page_hash] == frame, (
                 f"frame {frame} is not found by its page"
@@ -233,7 +224,7 @@ class FrameLedger:
             yield frame, page.page_hash, page.num_owners, page.num_holds
 
     def free_frames(self) -> list[int]:
-        """Every free frame, ascending, those of states too. For invariants and tests."""
+        """Return every free frame, ascending, with those of states."""
         in_runs = [
             frame for start in self._len_at for frame in range(start, start + self._len_at[start])
         ]

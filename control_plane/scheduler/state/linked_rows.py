@@ -1,8 +1,4 @@
-"""Running rows that have links: those that can be re-bound, and their runs of pages.
-
-Enters: rows as they start and stop, and as their runs change. Leaves: the rows, in the order in
-which policies look at them. Does not know: loads, frames' owners.
-"""
+"""Running rows with links, in the order in which policies look at them."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from nanocp.values.plan import TargetRun
 
 
 class LinkedRows:
-    """The running rows whose KV binding is not just their MoE binding."""
+    """The running rows whose KV binding is more than their MoE binding."""
 
     def __init__(self, num_instances: int) -> None:
         self.by_degree: list[tuple[int, int]] = []
@@ -25,10 +21,9 @@ class LinkedRows:
     def update(
         self, request: Request, cut: Sequence[TargetRun] = (), added: Sequence[TargetRun] = ()
     ) -> None:
-        """The row runs, or its bindings or runs have changed while it runs.
+        """Record a row that starts, or whose bindings or runs changed while it runs.
 
-        cut, added: runs that it had at the last call for it and has no more, and the other way
-        round.
+        cut, added: runs that it lost or gained since the last call.
         """
         degree = len(request.pages_on)
         if degree > 1 or request.moe_binding not in request.pages_on:
@@ -37,7 +32,7 @@ class LinkedRows:
             self._list(request, None, cut, added)
 
     def remove(self, request: Request) -> None:
-        """The row stops. Nothing if it has no links."""
+        """Remove a row that stops. A row without links is ignored."""
         if request.linked_key is not None:
             self._list(request, None, (), ())
 

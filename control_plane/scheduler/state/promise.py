@@ -1,8 +1,4 @@
-"""How many output tokens a request is promised frames for.
-
-Enters: output lengths of requests as they end. Leaves: tokens: all that a request may generate, a
-number, or what most others needed. Does not know: pages, instances, which request it was.
-"""
+"""The number of output tokens that frames are promised for."""
 
 from __future__ import annotations
 
@@ -12,13 +8,13 @@ from collections import deque
 from nanocp.config.scheduler import SchedulerConfig
 
 _NUM_LATEST = 256
-"""Requests that a percentile is taken of: the latest to end."""
+"""Latest ended requests that a percentile is taken of."""
 _NUM_FIRST = 32
-"""Before so many have ended, all of max_tokens is promised."""
+"""Ended requests before which all of max_tokens is promised."""
 
 
 class Promise:
-    """`SchedulerConfig.growth_promise`, applied."""
+    """Applies `SchedulerConfig.growth_promise`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._kind, _, argument = config.growth_promise.partition(":")
@@ -27,7 +23,7 @@ class Promise:
         self._ascending: list[int] = []
 
     def ended(self, num_tokens: int) -> None:
-        """A request ended by itself, after num_tokens tokens."""
+        """Record that a request ended by itself, after num_tokens tokens."""
         if self._kind != "percentile":
             return
         if len(self._latest) == _NUM_LATEST:
@@ -36,7 +32,7 @@ class Promise:
         insort(self._ascending, num_tokens)
 
     def num_tokens(self, most: int) -> int:
-        """Tokens to promise to a request that may generate `most` more."""
+        """Return the tokens to promise to a request that may generate `most` more."""
         if self._kind == "tokens":
             return min(self._argument, most)
         if self._kind == "percentile" and len(self._ascending) >= _NUM_FIRST:

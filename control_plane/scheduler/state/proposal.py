@@ -1,7 +1,4 @@
-"""Where a request should go: a policy's proposal, pages that it may share, and the layout of both.
-
-Enters: nothing. Leaves: values. Does not know: how they are found.
-"""
+"""A policy's proposal for a request, the pages it may share, and the layout of both."""
 
 from __future__ import annotations
 
@@ -12,32 +9,32 @@ from nanocp.values.plan import TargetRun
 
 
 class Proposal(NamedTuple):
-    """Where a policy wants a request to be placed."""
+    """A policy's wish for the place of a request."""
 
     moe_binding: int
     shares: Mapping[int, int]
-    """instance -> pages, each at least 1, summing to the prompt's pages.
+    """Pages by instance, each at least 1; their sum is the prompt's pages.
 
     The MoE binding may be absent.
     """
     turns: tuple[int, ...] = ()
-    """Instances that take the pages of coming tokens, one each in turns.
+    """Instances that take the pages of coming tokens, one page each in turns.
 
     Empty: the MoE binding takes them first.
     """
 
 
 class SharedPrefix(NamedTuple):
-    """Pages 0, 1, ... of a prompt that are in the cluster."""
+    """The prompt's first pages that are already in the cluster."""
 
     runs: tuple[TargetRun, ...] = ()
     pages_on: Mapping[int, int] = {}
     frames_on: Mapping[int, int] = {}
-    """instance -> free frames that hold some of the pages: to share those takes them."""
+    """By instance: free frames that hold some of the pages; sharing takes them."""
 
     @property
     def num_pages(self) -> int:
-        """Pages in all runs."""
+        """The number of shared pages."""
         return sum(self.pages_on.values())
 
 
@@ -45,12 +42,12 @@ NOTHING_SHARED = SharedPrefix()
 
 
 class Layout(NamedTuple):
-    """Where all pages of a request go, those promised for coming tokens too."""
+    """The place of all pages of a request, with those promised for coming tokens."""
 
     proposal: Proposal
-    """The policy's, or what it became to share pages."""
+    """The policy's proposal, changed if pages are shared."""
     pages: Sequence[tuple[int, int]]
-    """(instance, pages) in the order of the pages after the shared ones."""
+    """(instance, pages) in page order, after the shared ones."""
     pages_on: dict[int, int]
     """instance -> pages, the shared ones too."""
     shared: SharedPrefix = NOTHING_SHARED

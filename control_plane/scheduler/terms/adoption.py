@@ -1,10 +1,6 @@
-"""Adoption: requests whose pages instances kept though their controller was lost.
+"""Adoption: requests get the pages back that instances kept while their controller was lost.
 
-Enters: what the instances hold, later attempts, the time. Leaves: requests placed over their old
-pages. Does not know: rows, windows, tickets, what instances are.
-
-The frames stay in quarantine until the request comes back, or for held_timeout_us. A request is
-adopted if every page that its next attempt needs was kept (protocol.md, kept KV).
+A request is adopted if every page of its next attempt was kept (protocol.md, kept KV).
 """
 
 from __future__ import annotations
@@ -29,16 +25,16 @@ class Adoption:
         self._reserved: set[tuple[int, int]] = set()
         """(instance, frame) that no request has yet."""
         self._carries: dict[int, tuple[TargetRun, tuple[int, int]]] = {}
-        """Request -> its state, and the positions at which its row may go on with it."""
+        """Request -> its recurrent state, and positions at which its row may continue with it."""
         self.next_deadline_us: int | None = None
-        """When requests are waited for no longer, in us; None if none is."""
+        """Time at which the wait for requests ends, in us; None if none is awaited."""
 
     def __len__(self) -> int:
-        """Requests that may come back."""
+        """Return the number of requests that may come back."""
         return len(self._kept)
 
     def begin(self, event: TookOver, now_us: int) -> None:
-        """Reserve the frames of kept requests, and of their states; every frame is free."""
+        """Reserve the frames of kept requests; all others are free."""
         self.end()
         spans = {request_id: (least, most) for request_id, least, most in event.restarts}
         for request_id, runs in event.kept:
@@ -57,10 +53,7 @@ class Adoption:
         self.next_deadline_us = now_us + self._timeout_us if self._kept else None
 
     def adopt(self, arrival: Arrival) -> Request | None:
-        """Place a request that comes back over the pages that it had; None if that cannot be.
-
-        It is parked, and its row starts with its next window.
-        """
+        """Place a returning request over its kept pages, parked; None if that is impossible."""
         runs = self._kept.pop(arrival.request_id, None)
         if runs is None:
             return None
@@ -82,7 +75,7 @@ class Adoption:
     def _adopted(
         self, arrival: Arrival, runs: tuple[TargetRun, ...], carry: TargetRun | None
     ) -> Request | None:
-        """carry: its state, if its row may go on with it, which then is its MoE binding."""
+        """carry: its recurrent state, if its row may continue with it; it sets the MoE binding."""
         state = self._state
         if arrival.is_recomputed or not self._can_have(arrival, runs):
             return None
@@ -115,7 +108,7 @@ class Adoption:
         return request
 
     def end(self) -> None:
-        """Nobody is waited for any more: what no request has is free."""
+        """Stop waiting, and free the pages that no request has."""
         for instance, frame in self._reserved:
             self._state.frames[instance].free([FrameRun(frame, 1)])
         for run, _ in self._carries.values():
@@ -126,13 +119,13 @@ class Adoption:
         self.next_deadline_us = None
 
     def frames(self) -> Iterator[tuple[int, int]]:
-        """Every reserved (instance, frame). For invariants."""
+        """Yield every reserved (instance, frame). For invariants."""
         yield from self._reserved
         for run, _ in self._carries.values():
             yield from _places((run,))
 
     def _can_have(self, arrival: Arrival, runs: tuple[TargetRun, ...]) -> bool:
-        """Whether all pages are there, from the first on, for it alone or to be shared."""
+        """All pages must be there from the first on, for it alone or shared."""
         page = 0
         for run in runs:
             if run.first_page != page:
@@ -147,7 +140,6 @@ class Adoption:
 
 
 def _places(runs: tuple[TargetRun, ...]) -> Iterator[tuple[int, int]]:
-    """(instance, frame) of every page."""
     for run in runs:
         for index in range(run.num_pages):
             yield run.instance, run.frame + index

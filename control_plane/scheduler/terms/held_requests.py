@@ -1,11 +1,6 @@
-"""Held requests: what becomes of placed requests when a term ends.
+"""Held requests: placed requests that wait for their next attempt after a term has ended.
 
-Enters: requests of the term that ended, the seats that were lost, the time, later attempts. Leaves:
-requests that keep their pages, and those that have lost one. Does not know: rows, windows, tickets.
-
-A request keeps its pages if every page is on an instance that survived (protocol.md, kept KV).
-It then has no row, and is held until its front end submits its next attempt: only the front end
-knows how many tokens it has. A request that is not among those that its front end submits was over.
+A request is held if each of its pages is on an instance that survived (protocol.md, kept KV).
 """
 
 from __future__ import annotations
@@ -22,10 +17,7 @@ from nanocp.values.plan import PAGE_SIZE, Arrival, TookOver
 
 
 class HeldRequests:
-    """Requests with pages and without a row that wait for their next attempt.
-
-    They are placed, or an earlier controller had placed them.
-    """
+    """Requests, also of an earlier controller, with pages but without a row."""
 
     def __init__(self, state: ClusterState, sharing: PrefixSharing, timeout_us: int) -> None:
         self._state = state
@@ -34,18 +26,18 @@ class HeldRequests:
         self._held: dict[int, Request] = {}
         """By request id."""
         self._until_us: int | None = None
-        """When front ends are waited for no longer; None if all have submitted."""
+        """Time at which the wait for front ends ends; None if all have submitted."""
 
     def __len__(self) -> int:
         return len(self._held) + len(self._adoption)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some front end may still have open requests to submit."""
+        """Return whether some front end may still have open requests to submit."""
         return self._until_us is not None
 
     def wait(self, now_us: int) -> None:
-        """A term begins: every front end is to submit its open requests again."""
+        """Wait for every front end to submit its open requests again."""
         self._until_us = now_us + self._timeout_us
         self._adoption.end()
 
@@ -54,7 +46,7 @@ class HeldRequests:
         self._adoption.begin(event, now_us)
 
     def reserved_frames(self) -> Iterator[tuple[int, int]]:
-        """Every (instance, frame) that is kept for a request of an earlier controller."""
+        """Yield every (instance, frame) kept for a request of an earlier controller."""
         return self._adoption.frames()
 
     def end_term(
@@ -66,9 +58,9 @@ class HeldRequests:
     ) -> bool:
         """Hold the request. False: it has lost a page, or its KV was still on its way.
 
-        lost: instances whose frames are gone. absent: instances that the next term has not. A row
-        whose MoE binding is one of them goes to another instance of its KV binding, if it can.
-        restarts: see Regrouped. A state that was lost, or that was moving, is made again.
+        lost: instances whose frames are gone. absent: instances that the next term lacks; their
+        rows are re-bound if possible. restarts: see Regrouped. A lost or moving recurrent state is
+        computed again.
         """
         state, pages_on = self._state, request.pages_on
         is_whole = request.state is not TRANSFERRING and pages_on.keys().isdisjoint(lost | absent)
@@ -95,11 +87,11 @@ class HeldRequests:
     def begin_attempt(
         self, request: Request | None, arrival: Arrival, may_transfer: bool = True
     ) -> Request | None:
-        """Let a request's row start where its front end's new attempt says.
+        """Start a request's row where its front end's new attempt says.
 
-        request: None if it is not placed. may_transfer: whether a ticket may be issued. Returns the
-        parked request, or one that needs a ticket for its state; None if no pages are held for it,
-        the prompt is to be computed again, or it would write to a page that others may find.
+        request: None if it is not placed. may_transfer: a ticket may be issued. Returns the parked
+        request, perhaps in need of a ticket for its recurrent state. None without held pages, if
+        the prompt must be computed again, or if it would write to a page that others may find.
         """
         if request is None:
             adopted = self._adoption.adopt(arrival)
@@ -115,7 +107,7 @@ class HeldRequests:
         return self._with_state(request, may_transfer)
 
     def _with_state(self, request: Request, may_transfer: bool) -> Request:
-        """Let a parked request wait for a state, if it has lost its own: its pages are there."""
+        """Let a parked request without its recurrent state wait for another; it has its pages."""
         is_stateless = request.restart is None and request.carry is not None
         if is_stateless and request.position and may_transfer:
             request.state = TRANSFERRING
@@ -123,7 +115,6 @@ class HeldRequests:
         return request
 
     def _has_carry(self, request: Request, position: int) -> bool:
-        """Whether the request has a state, or a frame for another one."""
         if request.restart is not None:
             least, most = request.restart
             if least <= position <= most:
@@ -135,7 +126,7 @@ class HeldRequests:
         return request.carry is not None
 
     def _drop_carry(self, request: Request) -> None:
-        """The request's state is of no use, and between two terms nobody writes to its frames."""
+        """Drop a useless recurrent state; between terms nobody writes to its frames."""
         for run in (request.carry, request.carry_source):
             if run is not None:
                 frames = self._state.frames[run.instance]
@@ -144,22 +135,16 @@ class HeldRequests:
         request.carry = request.carry_source = request.restart = None
 
     def drop(self, request: Request) -> None:
-        """The request ends."""
+        """Forget a request that ends."""
         self._held.pop(request.request_id, None)
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When front ends are waited for no longer, in us; None if all have submitted.
-
-        `end_wait` is then due.
-        """
+        """Return when to call `end_wait`, in us; None if all front ends have submitted."""
         return earliest(self._until_us, self._adoption.next_deadline_us)
 
     def end_wait(self) -> list[Request]:
-        """Every front end has submitted, or is waited for no longer.
-
-        Returns the requests that are over: each is held until it is dropped.
-        """
+        """End the wait for front ends; return the requests that are over, held until dropped."""
         self._until_us = None
         self._adoption.end()
         return list(self._held.values())

@@ -1,12 +1,7 @@
-"""A planned change of the term's instances: those that leave are emptied first, and nothing waits.
+"""A planned change of the term's instances: those that leave are emptied first, without a pause.
 
-Enters: the instances of the next term, the edges of windows. Leaves: rows to re-bind, rows to stop,
-pages to move, and when the term may end. Does not know: processes, why instances come or go.
-
-Nothing is placed on an instance that leaves. Its rows are re-bound, and full pages move while their
-rows run. A row whose last pages are on it is stopped until these have moved, too. Then placement
-waits for the last tickets, and no window is issued any more. So the term ends with every row at its
-place, and the rows go on in the next one (protocol.md, planned terms).
+Rows are re-bound, and pages move. The term ends when no ticket and no window is left (protocol.md,
+planned terms).
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from nanocp.values.plan import TargetRun
 
 
 class SeatChange:
-    """The change that is under way, if one is."""
+    """The change under way, if any."""
 
     def __init__(
         self,
@@ -41,24 +36,21 @@ class SeatChange:
         self.seats: tuple[int, ...] = ()
         """Instances of the next term; empty if no change is under way."""
         self._released: set[int] = set()
-        """Stopped rows of a change that is under way no more: each goes on after its move."""
+        """Stopped rows of a former change: each continues after its move."""
         self.has_settled = False
-        """Whether the term has come to its end without a loss: no window until the next one."""
+        """True if the term ended without a loss: no window until the next one."""
 
     def begin(self, seats: Sequence[int]) -> None:
-        """Nothing is placed any more on instances that are not among these.
-
-        At least one of the term is. All of the term end the change that is under way.
-        """
+        """Place nothing more on instances outside these; the whole term: cancel the change."""
         self.has_settled = False
         self._released = set(self._rows.stopped)
         self.seats = () if tuple(seats) == tuple(self._quarantine.seats) else tuple(seats)
         self._open(i for i in self._quarantine.seats if i in seats)
 
     def serve(self, seats: Sequence[int], lost: Collection[int]) -> list[int]:
-        """The next term begins: the others have nothing, and get nothing.
+        """Begin the next term: instances outside it have nothing, and get nothing.
 
-        lost: instances of the last term whose frames are gone. Returns all that have nothing now.
+        lost: instances whose frames are gone. Returns all that have nothing now.
         """
         instances = range(len(self._state.frames))
         gone = [each for each in instances if each in lost or each not in seats]
@@ -86,7 +78,7 @@ class SeatChange:
 
     @property
     def is_drained(self) -> bool:
-        """Whether a change is under way, and no request needs an instance that leaves."""
+        """Return whether no request needs an instance that leaves in a change."""
         state = self._state
         return bool(self.seats) and not any(
             state.committed.attention_rows[i]
@@ -97,14 +89,14 @@ class SeatChange:
         )
 
     def settle(self) -> bool:
-        """Issue no window; returns whether those in flight are reported: the term may end."""
+        """Issue no more windows; return whether all are reported."""
         self.has_settled = not self._rows.in_flight and not self._quarantine
         return self.has_settled
 
     def stop_rows(self) -> None:
-        """At a window's edge, before rows grow: stop rows that cannot be emptied while they run.
+        """Stop rows that cannot be moved while they run, and start those that have moved.
 
-        Those that are emptied go on.
+        It is called at a window's edge before rows grow.
         """
         for request_id in list(self._rows.stopped):
             request = self._state.requests[request_id]
@@ -166,7 +158,6 @@ class SeatChange:
                 yield request, pages[-room:], destination
 
     def _is_settled(self, request: Request) -> bool:
-        """Whether every instance has run the last window that has the stopped row."""
         last = request.last_window
         return last is not None and all(
             self._quarantine.last_reported[i] >= last for i in self._quarantine.seats
@@ -178,13 +169,12 @@ class SeatChange:
         return next(run for run in request.runs if run.instance not in self.seats)
 
     def _movable(self, request: Request) -> range | None:
-        """Pages of a running request that could leave now."""
         leaving = (run for run in request.runs if run.instance not in self.seats)
         found = (request.movable_pages(run, self._state.first_unknown_step) for run in leaving)
         return next((pages for pages in found if pages), None)
 
     def _destination(self, request: Request, num_pages: int) -> int:
-        """The instance that gets the pages: one that has pages of it, if it has room; -1: none."""
+        """Prefer an instance that has other pages of the request. -1: none has room."""
         frames, pages_on = self._state.frames, request.pages_on
         reached = (
             (frames[i].num_free >= num_pages, i in pages_on, frames[i].num_free, -i)

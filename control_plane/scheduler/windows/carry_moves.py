@@ -1,12 +1,7 @@
-"""Re-bindings of rows with a state: each row stands still until its state is at its new place.
+"""Re-bindings of rows with a recurrent state: each row waits until its state has arrived.
 
-Enters: rows that were re-bound, windows that were reported, states that have arrived. Leaves:
-tickets for states, and frames that states have left. Does not know: why a row is re-bound, how a
-state travels.
-
-A state is of one position, and only its MoE binding may change it (protocol.md, one state). So the
-row is in no window from its re-binding on. When the last window that has it is reported, its state
-travels under a ticket; the row goes on with the first window after it has arrived.
+Only a state's MoE binding may change it (protocol.md, one state). After the row's last window is
+reported, its state travels under a ticket.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from control_plane.scheduler.windows.row_windows import RowWindows
 
 
 class CarryMoves:
-    """States that wait to travel, or have arrived."""
+    """Recurrent states that wait to travel, or have arrived."""
 
     def __init__(
         self,
@@ -39,14 +34,14 @@ class CarryMoves:
         self._quarantine = quarantine
         self._tickets = tickets
         self.arrived: list[Request] = []
-        """Requests whose states have come; their rows may go on with the next window."""
+        """Requests whose states have arrived; their rows may continue in the next window."""
 
     def __len__(self) -> int:
-        """States that are not at their row's place."""
+        """Return the number of states that are not at their row's place."""
         return len(self._rows.carried)
 
     def start(self) -> None:
-        """Let those states travel whose rows' last windows are reported."""
+        """Send the states whose rows' last windows are reported."""
         for request in self._rows.carried.values():
             last, source = request.last_window, request.carry_source
             is_waiting = request.ticket is None and request not in self.arrived
@@ -56,7 +51,7 @@ class CarryMoves:
                 self._tickets.issue(request, request.position, targets, source.instance)
 
     def finish(self) -> Iterator[tuple[Request, dict[int, list[FrameRun]]]]:
-        """Let rows go on whose states have arrived; yield each, and the frame it has left."""
+        """Let rows with arrived states continue; yield each with the frame it left."""
         arrived, self.arrived = self.arrived, []
         for request in arrived:
             source, request.carry_source = request.carry_source, None
@@ -69,6 +64,6 @@ class CarryMoves:
             yield request, {source.instance: frames}
 
     def drop(self, request: Request) -> None:
-        """The request ends."""
+        """Forget a request that ends."""
         if request in self.arrived:
             self.arrived.remove(request)

@@ -1,8 +1,4 @@
-"""How many drafts each row of a window has.
-
-Enters: windows and their loads, whether rows are parked, reports of drafts. Leaves: a number for
-all instances. Does not know: tokens, which rows advance.
-"""
+"""The choice of the number of drafts for each window."""
 
 from __future__ import annotations
 
@@ -18,13 +14,13 @@ from nanocp.config.scheduler import SchedulerConfig
 _PAUSE = 16
 """Windows without drafts after a row was parked: frames for drafts must park no row."""
 _LATEST = 64
-"""Windows with drafts whose reports tell how many are accepted."""
+"""Windows with drafts whose reports give the share that is accepted."""
 _PRIOR, _PRIOR_WEIGHT = (0.8, 0.6, 0.5), 16
-"""Shares that are taken to be accepted, by offset, and for how many drafts that counts."""
+"""Assumed accepted shares by offset, and their weight in drafts."""
 _GAIN = 1.03
-"""Drafts must promise so many times the tokens a second of a step without."""
+"""Drafts must promise this many times the token rate of a step without drafts."""
 _TRY_EVERY = 256
-"""Where drafts do not pay, one window of so many has one, so that a change is seen."""
+"""One window in this many tries drafts even if they do not pay, to see a change."""
 
 
 class Drafts:
@@ -39,16 +35,16 @@ class Drafts:
         for rows, tokens, drafts, percent in sorted(config.draft_table):
             self._percents.setdefault(rows, {}).setdefault(drafts, {})[tokens] = percent
         self._latest: deque[dict[int, tuple[int, int]]] = deque([{}])
-        """(checked, accepted) drafts by offset: of the latest windows that had some, in order."""
+        """(checked, accepted) drafts by offset, of the latest windows with drafts, in order."""
 
     def reported(self, drafts: Sequence[tuple[int, int]]) -> None:
-        """An instance reports (checked, accepted) drafts of a window, by offset from 1."""
+        """Record (checked, accepted) drafts of an instance's window, by offset from 1."""
         for offset, counts in enumerate(drafts):
             checked, accepted = self._latest[-1].get(offset, (0, 0))
             self._latest[-1][offset] = checked + counts[0], accepted + counts[1]
 
     def shares(self) -> list[float]:
-        """The share of drafts that is accepted where those before are, by offset from 1."""
+        """Return the share of drafts accepted where those before are, by offset from 1."""
         shares = []
         for offset in range(self.most):
             pairs = [window.get(offset, (0, 0)) for window in self._latest]
@@ -58,7 +54,7 @@ class Drafts:
         return shares
 
     def of_window(self, window: int, is_parked: bool, num_rows: int, kv_tokens: int) -> int:
-        """Drafts of a row in each step of the window, before its rows are known.
+        """Return the drafts of a row in each step of the window, before its rows are known.
 
         num_rows, kv_tokens: of the fullest instance.
         """
@@ -80,7 +76,6 @@ class Drafts:
         return self._best(num_rows, kv_tokens) or int(window % _TRY_EVERY == 0)
 
     def _best(self, num_rows: int, kv_tokens: int) -> int:
-        """The number with most tokens a second, as measured."""
         larger = (rows for rows in self._percents if rows >= num_rows)
         of_rows = self._percents[min(larger, default=max(self._percents))]
         most_tokens = max(map(max, of_rows.values()))
@@ -97,7 +92,7 @@ class Drafts:
         return best
 
     def within(self, num_drafts: int, committed: Commitments, bounds: BoundsConfig) -> int:
-        """Lower the number to what rows leave room for: bounds count what a step runs."""
+        """Lower the number to the room that rows leave under the bounds of a step."""
         if not num_drafts:
             return 0
         widths = (
@@ -110,7 +105,7 @@ class Drafts:
 
 
 def _between(by_size: dict[int, int], size: int) -> float:
-    """The value at a size, on the line between those of the sizes around it, ascending."""
+    """Interpolate linearly between neighbouring sizes, ascending."""
     sizes = [*by_size]
     index = bisect_left(sizes, size)
     if index in (0, len(sizes)):

@@ -1,9 +1,4 @@
-"""Which lane each row is in, and whether a window runs in two lanes (docs/develop/overlap.md).
-
-Enters: rows that enter and leave the windows, with their pages; the sizes of the next window.
-Leaves: a lane for each row, rows that should change theirs, and one decision for all instances.
-Does not know: routes, what a lane computes.
-"""
+"""Micro-batches (lanes): the lane of each row, one or two a window (docs/develop/overlap.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ _MAX_DRIFT = 4
 
 
 class _Place(NamedTuple):
-    """Where a row is, and what it costs each instance of its binding, in KV tokens."""
+    """A row's lane, and its cost to each instance, in KV tokens."""
 
     lane: int
     moe_binding: int
@@ -28,10 +23,7 @@ class _Place(NamedTuple):
 
 
 class Lanes:
-    """The lanes of all rows that are in windows.
-
-    Every row is in lane 0 if the configuration has one lane.
-    """
+    """The lanes of all rows in windows; all are lane 0 if the configuration has one lane."""
 
     def __init__(self, num_instances: int, config: SchedulerConfig | None = None) -> None:
         """config: None for one lane."""
@@ -41,18 +33,18 @@ class Lanes:
         self.end_term()
 
     def end_term(self) -> None:
-        """No row is in any window."""
+        """Remove all rows from the windows."""
         self._places: dict[int, _Place] = {}
         self._loads = [[0] * self._num_instances for _ in range(NUM_LANES)]
-        """[lane][instance] -> KV tokens that cost as much as its rows, links and pages."""
+        """Cost of rows, links and pages in KV tokens, by [lane][instance]."""
 
     @property
     def is_on(self) -> bool:
-        """Whether rows may be in lane 1."""
+        """Return whether rows may be in lane 1."""
         return self._mode != "off"
 
     def enter(self, request: Request) -> int:
-        """Choose a lane for a row that enters the windows: the one with less on its instances."""
+        """Choose the less loaded lane for a row that enters the windows."""
         if not self.is_on:
             return 0
         costs = self._costs(request)
@@ -65,7 +57,7 @@ class Lanes:
         return lane
 
     def leave(self, request_id: int) -> int:
-        """The row leaves the windows; returns the lane it was in."""
+        """Remove a row from the windows; return its lane."""
         if not self.is_on:
             return 0
         place = self._places.pop(request_id)
@@ -73,7 +65,7 @@ class Lanes:
         return place.lane
 
     def update(self, request: Request) -> int:
-        """The pages of a row in the windows are elsewhere, or more; returns its lane."""
+        """Update the pages of a row in the windows; return its lane."""
         if not self.is_on:
             return 0
         lane = self.leave(request.request_id)
@@ -82,17 +74,13 @@ class Lanes:
         return lane
 
     def switch(self, request_id: int) -> None:
-        """Count the row in the other lane."""
+        """Move the row to the other lane."""
         place = self._places[request_id]
         self._count(place, -1)
         self._put(request_id, place._replace(lane=1 - place.lane))
 
     def drifted(self) -> list[int]:
-        """Rows that should change their lane: at most one for each instance.
-
-        A row goes where it makes the lanes of all its instances more alike. Rows that left have
-        made them differ.
-        """
+        """Return rows, one for each instance at most, whose change makes the lanes more alike."""
         if not self._places:
             return []
         gaps = [first - second for first, second in zip(*self._loads, strict=True)]
@@ -110,9 +98,9 @@ class Lanes:
         return list(drifted.values())
 
     def two_lanes(self, window: int, num_rows: int, num_links: int) -> bool:
-        """Whether a window runs in two lanes.
+        """Return whether a window runs in two lanes, by measured times.
 
-        num_rows, num_links: of the instance that has most; what was measured says which pays.
+        num_rows, num_links: of the instance with most.
         """
         match self._mode:
             case "off":
@@ -143,6 +131,5 @@ class Lanes:
             load[instance] += sign * cost
 
     def _draw(self, number: int) -> int:
-        """0 or 1, by the seed of policy chaos."""
         text = f"lanes {self._config.chaos_seed} {number}".encode()
         return blake2b(text, digest_size=1).digest()[0] & 1

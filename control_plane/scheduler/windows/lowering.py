@@ -1,7 +1,6 @@
-"""Decisions become changes of tables, and once per window a plan with digests for each instance.
+"""Lowering of decisions to table changes and digests for each instance (4.2.4).
 
-Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every instance
-(4.2.4; protocol.md, table digests). Does not know: why a row changes.
+See protocol.md, table digests.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NO_CHANGES = TableChanges()
 
 
 class _Pending:
-    """What one instance gets with the next window, without rows and routes."""
+    """Changes for one instance in the next window, without rows and routes."""
 
     __slots__ = (
         "cleared",
@@ -58,13 +57,10 @@ _NOTHING = _Pending()
 
 
 class Lowering:
-    """The changes since the last window, and the digests of every table.
-
-    A digest lets both ends of a change check that they hold the same table.
-    """
+    """Changes since the last window, and digests by which both ends compare their tables."""
 
     def __init__(self, num_instances: int, lanes: Lanes | None = None) -> None:
-        """lanes: which lane a row enters; None for one lane."""
+        """lanes: the lane of each row; None for one lane."""
         self._lanes = lanes or Lanes(num_instances)
         self.routes = Routes(num_instances)
         self.seats: Sequence[int] = range(num_instances)
@@ -72,11 +68,11 @@ class Lowering:
         self.digests = [0] * num_instances
         """The digest of each instance's table, as sent."""
         self._told = [0] * num_instances
-        """The part of pages and holders; it counts those that go with the next window."""
+        """Digests of pages and holders, with those of the next window."""
         self._pending: defaultdict[int, _Pending] = defaultdict(_Pending)
 
     def end_term(self) -> None:
-        """Every table is empty again, and no instance gets a change for that."""
+        """Empty every table, without sending a change."""
         num_instances = len(self.digests)
         self._lanes.end_term()
         self.routes = Routes(num_instances)
@@ -85,7 +81,7 @@ class Lowering:
         self._pending.clear()
 
     def serve(self, seats: Sequence[int]) -> None:
-        """These instances get plans from now on; the table of one that had none is empty."""
+        """Set the instances that get plans; the table of a new one is empty."""
         for instance in range(len(self.digests)):
             if instance not in seats or instance not in self.seats:
                 assert not self.digests[instance], f"the table of instance {instance} is not empty"
@@ -93,11 +89,11 @@ class Lowering:
 
     @property
     def has_pending(self) -> bool:
-        """Whether anything changed since the last window."""
+        """Return whether anything changed since the last window."""
         return bool(self._pending) or self.routes.has_changes
 
     def start(self, request: Request, window: int) -> None:
-        """The row starts in this window: its pages, its holders, its state."""
+        """Start the row in this window, with its pages, holders and recurrent state."""
         moe_binding = request.moe_binding
         request.ever_bound = dict.fromkeys((*request.pages_on, moe_binding), 0)
         request.first_window = window
@@ -111,12 +107,12 @@ class Lowering:
         self.resume(request)
 
     def resume(self, request: Request) -> None:
-        """The row is in the windows from the next one on; its state is at its MoE binding."""
+        """Put the row back into the windows, with its recurrent state in place."""
         lane = self._lanes.enter(request)
         self.routes.add(request.request_id, request.moe_binding, request.pages_on, lane)
 
     def suspend(self, request: Request) -> None:
-        """The row leaves the windows from the next one on."""
+        """Take the row out of the windows from the next one on."""
         lane = self._lanes.leave(request.request_id)
         self.routes.remove(request.request_id, request.moe_binding, request.pages_on, lane)
 
@@ -132,10 +128,9 @@ class Lowering:
     def append_pages(
         self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool
     ) -> None:
-        """A started request got runs on one instance.
+        """Add a started request's new runs on one instance.
 
-        is_new: whether the instance was outside the KV binding; a running row then needs a link to
-        it.
+        is_new: the instance was outside the KV binding, so a running row needs a link.
         """
         holder = runs[0].instance
         if is_new:
@@ -150,9 +145,9 @@ class Lowering:
     def finish_move(
         self, request: Request, move: PageMove, cut: TargetRun, is_new: bool, is_running: bool
     ) -> None:
-        """The pages of a move are read at their new place. cut: the run that they were part of.
+        """Read the pages of a move at their new place. cut: the run that they were part of.
 
-        is_new: whether the destination was outside the KV binding. The source may have left it.
+        is_new: the destination was outside the KV binding.
         """
         source, destination = move.source, move.destination
         moe_binding, request_id = request.moe_binding, request.request_id
@@ -178,7 +173,7 @@ class Lowering:
             self.routes.remove_links(request_id, moe_binding, (source,), lane)
 
     def rebind(self, request: Request, old: int, position: int, is_running: bool = True) -> None:
-        """The row's MoE binding was `old`; `position` is that of its next input token."""
+        """Move the row from MoE binding `old`, with the position of its next input token."""
         new = request.moe_binding
         request_id = request.request_id
         if is_running:
@@ -192,7 +187,7 @@ class Lowering:
         self._tell_holders(request, position)
 
     def carry_arrived(self, request: Request, source: TargetRun) -> None:
-        """The row's state is at its MoE binding, and no more at the source."""
+        """Forget the recurrent state at its source, since it has arrived."""
         assert request.carry is not None
         request_id, first_page, num_pages = request.request_id, source.first_page, source.num_pages
         clear = PageClear(request_id, first_page, num_pages)
@@ -203,7 +198,7 @@ class Lowering:
         self._tell_pages(request, [request.carry])
 
     def end(self, request: Request) -> None:
-        """A started request ended and is in no window any more."""
+        """End a started request that is in no window any more."""
         request_id = request.request_id
         bound = dict.fromkeys([*request.pages_on, request.moe_binding])
         if request.carry_source is not None:
@@ -222,11 +217,7 @@ class Lowering:
         self._pending[self._row_at(request)].ends.append(request_id)
 
     def _row_at(self, request: Request) -> int:
-        """The instance that has the row's state when the request ends.
-
-        A row that stands still is handed over with the next window, whenever that comes: not if the
-        request ends before.
-        """
+        """A row that stands still is handed over in the next window, unless it ends before."""
         told = self._pending[request.moe_binding]
         for hand_off in told.hand_offs_in:
             if hand_off.request_id == request.request_id:
@@ -244,7 +235,7 @@ class Lowering:
         two_lanes: bool = False,
         num_drafts: int = 0,
     ) -> tuple[InstancePlan, ...]:
-        """The window's plans, one for each instance of the term."""
+        """Return the window's plans, one for each instance of the term."""
         routes = self.routes
         rows = routes.take_row_changes()
         q_route, res_route = routes.take_route_changes()
@@ -284,11 +275,7 @@ class Lowering:
         return tuple(plans)
 
     def _forget_holders(self, request: Request, moe_binding: int) -> None:
-        """The MoE binding forgets the request's holders.
-
-        A table forgets holders before it takes new ones, so changes that are not sent yet are
-        dropped.
-        """
+        """Drop unsent changes: tables forget holders before they take new ones."""
         told = self._pending[moe_binding]
         if told.holders:
             told.holders = [
@@ -307,10 +294,7 @@ class Lowering:
             self._told[instance] += digest
 
     def _tell_holders(self, request: Request, position: int) -> None:
-        """Send the MoE binding the holders of the pages from this position on.
-
-        Until it gets another one, it takes itself for the holder.
-        """
+        """Send changes of holders from this position on, beginning with the MoE binding."""
         request.told_holder = request.moe_binding
         page = position // PAGE_SIZE
         for run in request.runs[request.run_of(position) :]:

@@ -1,12 +1,7 @@
-"""Page moves under way: full pages that change their instance while their row runs.
+"""Page moves: full pages that change their instance while their row runs, without a wait.
 
-Enters: a policy's wishes, moves that have arrived. Leaves: moves to carry out, and frames that are
-read no more once the windows sent so far are over. Does not know: tickets, how pages travel, why
-they move.
-
-A page that moves is full, so no step writes it. It is read at its old place until a window says
-otherwise, and every instance begins that window after all its pages have arrived: the row never
-waits. The paper has no page moves.
+A page is read at its old place until a window that begins after all pages have arrived. The paper
+has no page moves.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class PageMoves:
-    """At most `max_pages` pages at a time, and one move of a request."""
+    """Holds at most `max_pages` moving pages, and one move for each request."""
 
     def __init__(self, state: ClusterState, lowering: Lowering, max_pages: int) -> None:
         self._state = state
@@ -30,15 +25,15 @@ class PageMoves:
         self.num_pages = 0
         """Pages that are moving."""
         self.arrived: list[Request] = []
-        """All their pages are there; they are read there from the next window on."""
+        """Requests whose pages have all arrived; the next window reads them there."""
 
     def start(
         self, wishes: Iterable[tuple[Request, range, int]], stopped: Collection[int] = ()
     ) -> Iterator[tuple[Request, PageMove]]:
-        """Start those of the wishes (request, pages, destination) that are legal; yield the moves.
+        """Start the legal ones of these (request, pages, destination); yield the moves.
 
-        A legal wish is for full pages of a running row, within every bound, or for any pages of a
-        stopped one. stopped: ids of requests whose rows are.
+        Legal moves keep every bound and are for full pages, or any pages of a stopped row. stopped:
+        ids of requests with such rows.
         """
         if self.num_pages >= self._max_pages:
             return
@@ -50,7 +45,7 @@ class PageMoves:
                 yield request, self._state.start_move(request, pages, destination)
 
     def finish(self) -> Iterator[tuple[Request, dict[int, list[FrameRun]]]]:
-        """Let arrived pages change place; yield each request and the frames they had before."""
+        """Switch to arrived pages; yield each request and its former frames."""
         arrived, self.arrived = self.arrived, []
         for request in arrived:
             move = request.move
@@ -63,13 +58,13 @@ class PageMoves:
             yield request, frames
 
     def cancel(self, request: Request) -> None:
-        """The term ends: the request's pages, if some were to move, stay where they are."""
+        """Leave a request's moving pages at their source, since the term ends."""
         if request.move is not None:
             self.drop(request)
             self._state.cancel_move(request)
 
     def drop(self, request: Request) -> None:
-        """The request ends: its move, if it has one, is under way no more."""
+        """Forget the move of a request that ends."""
         if request.move is not None:
             self.num_pages -= request.move.num_pages
             if request in self.arrived:

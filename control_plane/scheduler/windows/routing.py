@@ -1,9 +1,4 @@
-"""Rows and routes as dense lists, and the Q-route with the Res-route that is its transpose (4.2.4).
-
-Enters: which request's row is on which instance and which instances hold its KV. Leaves: rows,
-slots, what changed in them since the last window, and their digests. Does not know: why a request
-is where it is.
-"""
+"""Rows and routes as dense lists; the Res-route is the transpose of the Q-route (4.2.4)."""
 
 from __future__ import annotations
 
@@ -22,25 +17,20 @@ _route_change: Callable[[tuple[int, int, int | None, int]], RouteChange] = parti
 
 
 class DenseList:
-    """Request ids without holes: when one leaves, the last takes its place.
-
-    The list remembers which entries were sent.
-    """
+    """Request ids without holes, and their changes: when one leaves, the last takes its place."""
 
     __slots__ = ("_index", "_name", "_overwritten", "_told", "entries")
 
     def __init__(self, kind: int, a: int = 0, b: int = 0) -> None:
-        """(kind, a, b): what the digests of all its entries begin with."""
+        """(kind, a, b): the prefix of the digests of all its entries."""
         self.entries: list[int] = []
         self._name = kind, a, b
         self._index: dict[int, int] = {}
         self._told: list[int] = []
-        """Digests of the entries as of the last take_changes."""
+        """Digests of the entries at the last take_changes."""
         self._overwritten: list[int] = []
-        """Indices where another request was at the last take_changes.
-
-        Entries that were appended or cleared since need no such note.
-        """
+        """Indices where another request was at the last take_changes, unless appended or
+        cleared."""
 
     def add(self, request_id: int) -> None:
         """Append a request that is not in the list."""
@@ -51,7 +41,7 @@ class DenseList:
             self._overwritten.append(index)
 
     def remove(self, request_id: int) -> None:
-        """Take a request out and move the last into its place."""
+        """Remove a request, and move the last one into its place."""
         index = self._index.pop(request_id)
         last = self.entries.pop()
         if last != request_id:
@@ -61,7 +51,7 @@ class DenseList:
                 self._overwritten.append(index)
 
     def take_changes(self) -> tuple[list[tuple[int, int | None]], int]:
-        """Return the changes since the last call, and what they add to the sum of the digests.
+        """Return the changes since the last call, and their sum of digests.
 
         A change is (index, request id): new values ascending, then cleared entries (None)
         descending.
@@ -95,9 +85,9 @@ class DenseList:
 
 
 class Routes:
-    """Rows of each instance, and one list of slots for each ordered pair of instances.
+    """Rows of each instance, and one list of slots for each link of each lane.
 
-    Each lane has lists of its own. Both ends of a link read the same list.
+    Both ends of a link read the same list.
     """
 
     def __init__(self, num_instances: int) -> None:
@@ -107,27 +97,26 @@ class Routes:
             for lane in range(NUM_LANES)
             for _ in range(num_instances)
         ]
-        """Lane * num_instances + MoE binding -> rows."""
+        """Rows by lane * num_instances + MoE binding."""
         self._links: dict[int, DenseList] = {}
-        """(Lane * num_instances + MoE binding) * num_instances + holder -> slots, for those that
-        ever had one."""
+        """Slots by (lane * num_instances + MoE binding) * num_instances + holder, once used."""
         self._changed_rows: set[int] = set()
         self._changed_links: set[int] = set()
         self.digests = [0] * num_instances
-        """The sum over the entries of each instance, as of the changes last taken."""
+        """Sum over the entries of each instance, at the last taken changes."""
 
     @property
     def has_changes(self) -> bool:
-        """Whether a row or a link came or went since the changes were last taken."""
+        """Return whether a row or a link changed since the last taken changes."""
         return bool(self._changed_rows or self._changed_links)
 
     def rows(self, instance: int) -> list[int]:
-        """Request ids of the instance's rows; those of lane 1 follow those of lane 0."""
+        """Return request ids of the instance's rows; lane 1 follows lane 0."""
         num = self._num_instances
         return [r for lane in range(NUM_LANES) for r in self._rows[lane * num + instance].entries]
 
     def slots(self, moe_binding: int, holder: int) -> list[int]:
-        """Request ids of the links from one instance to another; lane 1 follows lane 0."""
+        """Return ids of the links between two instances; lane 1 follows lane 0."""
         num = self._num_instances
         pairs = ((lane * num + moe_binding) * num + holder for lane in range(NUM_LANES))
         return [r for pair in pairs if pair in self._links for r in self._links[pair].entries]
@@ -135,7 +124,7 @@ class Routes:
     def add(
         self, request_id: int, moe_binding: int, kv_binding: Iterable[int], lane: int = 0
     ) -> None:
-        """A row starts or comes back, with a link to every other instance of its KV binding."""
+        """Add a row with its links."""
         row_list = lane * self._num_instances + moe_binding
         self._rows[row_list].add(request_id)
         self._changed_rows.add(row_list)
@@ -144,7 +133,7 @@ class Routes:
     def remove(
         self, request_id: int, moe_binding: int, kv_binding: Iterable[int], lane: int = 0
     ) -> None:
-        """A row leaves its instance, and its links with it."""
+        """Remove a row and its links."""
         row_list = lane * self._num_instances + moe_binding
         self._rows[row_list].remove(request_id)
         self._changed_rows.add(row_list)
@@ -153,7 +142,7 @@ class Routes:
     def add_links(
         self, request_id: int, moe_binding: int, holders: Iterable[int], lane: int = 0
     ) -> None:
-        """The row goes to these holders from now on; its MoE binding needs no link."""
+        """Link the row to these holders; its MoE binding needs no link."""
         first = (lane * self._num_instances + moe_binding) * self._num_instances
         links, changed = self._links, self._changed_links
         for holder in holders:
@@ -167,7 +156,7 @@ class Routes:
     def remove_links(
         self, request_id: int, moe_binding: int, holders: Iterable[int], lane: int = 0
     ) -> None:
-        """The row goes to these holders no more."""
+        """Remove the row's links to these holders."""
         first = (lane * self._num_instances + moe_binding) * self._num_instances
         links, changed = self._links, self._changed_links
         for holder in holders:
@@ -176,7 +165,7 @@ class Routes:
                 changed.add(first + holder)
 
     def take_row_changes(self) -> dict[int, list[RowChange]]:
-        """What changed in the rows of each instance since the last call."""
+        """Return the row changes of each instance since the last call."""
         changed, self._changed_rows = self._changed_rows, set()
         row_changes: dict[int, list[RowChange]] = {}
         for row_list in sorted(changed):
@@ -190,7 +179,7 @@ class Routes:
     def take_route_changes(
         self,
     ) -> tuple[dict[int, list[RouteChange]], dict[int, list[RouteChange]]]:
-        """(Q-route, Res-route) changes of each instance since the last call, ascending by peer."""
+        """Return (Q-route, Res-route) changes of each instance since the last call, by peer."""
         q_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
         res_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
         changed, self._changed_links = self._changed_links, set()
@@ -214,7 +203,7 @@ def build_routes(
     """Build (q_route, res_route) from nothing: the slow reference of Routes.
 
     bindings: (request id, MoE binding, KV binding). q_route[i][j]: ids, ascending, of i's rows that
-    go to j; res_route[j][i] is the same list. (The paper's section 4.2.4, Figure 9.)
+    go to j; res_route[j][i] is the same list (4.2.4, Figure 9).
     """
     q_route: list[list[list[int]]] = [
         [[] for _ in range(num_instances)] for _ in range(num_instances)

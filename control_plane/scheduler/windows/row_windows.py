@@ -1,10 +1,6 @@
-"""Which rows are in which window: rows start, get pages ahead of their tokens, park and leave.
+"""The rows of each window: they start, get pages ahead of their tokens, park and leave.
 
-Enters: requests whose KV is in place, requests that end, reports of windows. Leaves: the rows of
-the next window, in `Lowering`. Does not know: the queue, tickets, why a request ends.
-
-A row is runnable until the next window, then in every window, or parked between two of them. It is
-in a window only if every page that it writes there is committed (protocol.md, pages ahead).
+Every page that a row writes in a window is committed first (protocol.md, pages ahead).
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ MAX_WINDOWS_IN_FLIGHT = 2
 
 
 class RowWindows:
-    """The rows of a cluster by what they do in the next window, and the windows in flight."""
+    """The rows by their state in the next window, and the windows in flight."""
 
     def __init__(
         self,
@@ -47,7 +43,7 @@ class RowWindows:
         """Begin without a row and without a window."""
         self.drafts = Drafts(config)
         self._num_drafts = 0
-        """Drafts of a row in each step of the next window, at most."""
+        """Most drafts of a row in each step of the next window."""
         self.advances = Advances(state, fair_share, config)
         self._state = state
         self._lowering = lowering
@@ -61,30 +57,30 @@ class RowWindows:
         self.in_flight: list[int] = []
         """Windows that some instance has not reported, ascending."""
         self.num_running = 0
-        """Rows that are in every window from the last one issued on."""
+        """Rows that are in every window from the last issued one on."""
         self.runnable: dict[int, Request] = {}
-        """By request id: rows that start with the next window."""
+        """Rows that start in the next window, by request id."""
         self.parked: list[tuple[int, int]] = []
         """(priority, request id), ascending: the last is the newest of the lowest class."""
         self.stopped: set[int] = set()
         """Ids of requests whose rows are parked until their pages have moved."""
         self.carried: dict[int, Request] = {}
-        """By request id: rows that are stopped until their states are at their MoE bindings."""
+        """Rows stopped until their recurrent states are at their MoE bindings, by request id."""
         self._due: dict[int, list[tuple[int, int]]] = {}
-        """Window -> (priority, request id) of rows that may come to the end of a run of pages in
+        """Window -> (priority, request id) of rows that may reach the end of a run of pages in
         it."""
         self._exits: dict[int, list[int]] = {}
-        """Window -> ids of rows whose max_tokens tokens may all be of earlier windows."""
+        """Window -> ids of rows that may have all max_tokens tokens before it."""
 
     # --- windows
 
     @property
     def may_issue(self) -> bool:
-        """Whether fewer than two windows are in flight."""
+        """Return whether fewer than two windows are in flight."""
         return len(self.in_flight) < MAX_WINDOWS_IN_FLIGHT
 
     def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
-        """The next window goes to every instance: its number and its plans."""
+        """Issue the next window to every instance; return its number and plans."""
         window, state = self.next_window, self._state
         two_lanes = False
         if self._lanes.is_on:
@@ -102,15 +98,15 @@ class RowWindows:
         return window, plans
 
     def reported(self, last_window: int) -> None:
-        """Every instance has run every step of the windows up to this one."""
+        """Record that every instance has run the windows up to this one."""
         while self.in_flight and self.in_flight[0] <= last_window:
             del self.in_flight[0]
         self.advances.reported(last_window)
 
     def lost_in_first_window(self, lost: Set[int]) -> list[int] | None:
-        """Requests of lost instances whose rows have begun with a window in flight.
+        """Return requests of lost instances whose rows began with a window in flight.
 
-        None if no window is in flight, or no instance is lost.
+        None without such a window or a loss.
         """
         if not (self.in_flight and lost):
             return None
@@ -124,7 +120,7 @@ class RowWindows:
         ]
 
     def end_term(self) -> None:
-        """No row is in any window, and no window is in flight."""
+        """Record that no row is in a window and no window is in flight."""
         self.in_flight.clear()
         self.advances.end_term()
         self.num_running = 0
@@ -139,18 +135,18 @@ class RowWindows:
     # --- rows that come and go
 
     def add(self, request: Request) -> None:
-        """The request's KV is in place: its row starts with the next window."""
+        """Start the row of a request, whose KV is in place, in the next window."""
         request.state = RUNNABLE
         self.runnable[request.request_id] = request
 
     def come_back(self, request: Request) -> None:
-        """A parked request without a row starts one as soon as its pages can be committed."""
+        """Start a row for a parked request once its pages are committed."""
         insort(self.parked, request.order)
 
     def remove(self, request: Request) -> int | None:
-        """The request ends: its row is in no window from the next one on.
+        """Take the row of an ended request out of the next windows.
 
-        Returns the last window sent that contains it, None if there is none.
+        Returns the last window sent that contains it, or None.
         """
         self.stopped.discard(request.request_id)
         self.carried.pop(request.request_id, None)
@@ -164,7 +160,7 @@ class RowWindows:
         return request.last_window
 
     def exits(self) -> Iterator[Request]:
-        """Running rows that surely have all tokens by now; the caller ends each."""
+        """Yield running rows that surely have all tokens; the caller ends each."""
         for request_id in self._exits.pop(self.next_window, ()):
             request = self._state.requests.get(request_id)
             if request and request.state is RUNNING and request.exit_window == self.next_window:
@@ -175,7 +171,7 @@ class RowWindows:
                     self._enter_exit(request)
 
     def start_runnable(self) -> None:
-        """Every runnable row starts, or is parked if its pages cannot be committed."""
+        """Start every runnable row, or park it without room."""
         runnable, self.runnable = self.runnable, {}
         for request in runnable.values():
             if self._fill_window(request):
@@ -184,12 +180,12 @@ class RowWindows:
                 self._park(request)
 
     def unpark(self) -> None:
-        """Parked rows come back, as far as their pages can be committed: by class and by age."""
+        """Restart parked rows whose pages can be committed, by class and by age."""
         for _, request_id in list(self.parked):
             self._unpark(self._state.requests[request_id])
 
     def stop(self, request: Request) -> None:
-        """The row is in no window until its id leaves `stopped`."""
+        """Take the row out of the windows until its id leaves `stopped`."""
         if request.state is RUNNING:
             self._suspend(request)
             self._park(request)
@@ -197,23 +193,23 @@ class RowWindows:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether rows are parked, and none is in any window."""
+        """Return whether rows are parked, and none is in any window."""
         return bool(self.parked) and not self.num_running and not self.in_flight
 
     @property
     def is_stopped(self) -> bool:
-        """Whether rows are parked and nothing in any window can free a frame for them.
+        """Return whether rows are parked and nothing in a window can free a frame for them.
 
-        Those that were stopped until their pages have moved do not count.
+        Rows stopped until their pages have moved do not count.
         """
         return self.is_at_rest and len(self.parked) > len(self.stopped)
 
     # --- pages ahead
 
     def grow(self) -> None:
-        """Commit the pages that rows write in the next window, or park those that cannot have them.
+        """Choose the next window's drafts; commit its pages or park rows, by class and age.
 
-        By class and by age (protocol.md, pages ahead). Before that the window's drafts are chosen.
+        See protocol.md, pages ahead.
         """
         is_parked, loads = len(self.parked) > len(self.stopped), self._state.loads
         if self.drafts.most:
@@ -238,10 +234,7 @@ class RowWindows:
             self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
-        """Commit the pages that the row needs up to the end of the next window.
-
-        Returns False if some of them have no frame.
-        """
+        """Return False if frames are missing."""
         self.advances.settle(request)
         end = request.position_at(self._state.step) + self.advances.reach(1, self._num_drafts)
         while True:
@@ -264,10 +257,7 @@ class RowWindows:
             self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
-        """Let the running row pass every run that surely ends in the next window.
-
-        It is due again in the first window in which the next run may end.
-        """
+        """Move the row past every run that surely ends in the next window."""
         least = request.position_at(self._state.step)
         while (position := request.tail_end) < request.kv_len_max:
             if position - least >= self._num_steps:
@@ -277,7 +267,6 @@ class RowWindows:
             self._state.enter_next_run(request)
 
     def _enter_exit(self, request: Request) -> None:
-        """Look at the row again in the first window before which it may have all its tokens."""
         least = request.position_at(self._state.step)
         num_left = request.kv_len_max - least - self.advances.slack
         num_windows = -(-num_left // (self._num_steps * (1 + self.drafts.most)))
@@ -287,7 +276,6 @@ class RowWindows:
     # --- states of a row
 
     def _run(self, request: Request) -> None:
-        """The row is in every window from the next one on."""
         self._state.run(request)
         self.num_running += 1
         self._fair_share.row_starts(request.arrival)
@@ -302,7 +290,6 @@ class RowWindows:
             self._lowering.start(request, self.next_window)
 
     def _suspend(self, request: Request) -> None:
-        """The running row is in no window from the next one on."""
         self._lowering.suspend(request)
         request.last_window = self.next_window - 1
         self.num_running -= 1
@@ -320,9 +307,9 @@ class RowWindows:
     # --- re-binding
 
     def rebind(self, wishes: Iterable[tuple[Request, int]], may_carry: bool = True) -> None:
-        """Move rows as wished, then as the policy wishes, as far as the bounds allow (4.2.1).
+        """Move rows as wished, then by the policy, one after the other within the bounds (4.2.1).
 
-        One row is moved before the next is looked at. may_carry: whether rows with states move.
+        may_carry: rows with recurrent states may move.
         """
         max_hand_offs = self._state.bounds.max_hand_offs
         num_hand_offs: dict[tuple[int, int], int] = {}
@@ -360,7 +347,7 @@ class RowWindows:
 
 
 def _can_carry(state: ClusterState, carried: Iterable[Request], request: Request, new: int) -> bool:
-    """Whether the row's state may travel: one at a time leaves an instance, and one comes."""
+    """Return whether the state may travel: one at a time leaves or reaches an instance."""
     ends = {request.moe_binding, new}
     is_free = not any(
         other.carry_source is not None and ends & {other.moe_binding, other.carry_source.instance}

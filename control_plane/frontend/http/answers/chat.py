@@ -1,8 +1,4 @@
-"""Responses of /v1/chat/completions, made of a call's deltas.
-
-Enters: deltas. Leaves: chunks, or the whole response in OpenAI's shape. Does not know: sockets,
-where deltas come from.
-"""
+"""Responses of /v1/chat/completions, made of a call's deltas."""
 
 from __future__ import annotations
 
@@ -34,10 +30,10 @@ from control_plane.frontend.text.tokenizer import Tokenizer
 
 
 class ChatAnswer:
-    """One choice's answer so far, as a message and as what is new of it."""
+    """One choice's answer so far, whole and as its latest change."""
 
     def __init__(self, parser: Parser, has_reasoning: bool, has_many_calls: bool) -> None:
-        """has_reasoning: whether messages have it. has_many_calls: False keeps the first call."""
+        """has_reasoning: messages have it. has_many_calls: False keeps the first call."""
         self._parser = parser
         self._has_reasoning = has_reasoning
         self._has_many_calls = has_many_calls
@@ -47,7 +43,7 @@ class ChatAnswer:
         self.num_calls = 0
 
     def add(self, text: str, ended_by: str | None = None) -> None:
-        """Add text that the choice has generated. ended_by: the reason, with its last text."""
+        """Add generated text. ended_by: the reason, with the last text."""
         self._num_old = len(self._parts)
         parts = self._parser.feed(text)
         if ended_by:
@@ -58,7 +54,7 @@ class ChatAnswer:
                 self.num_calls += part.call is not None
 
     def new_message(self) -> ChatMessage:
-        """What the latest text has added; without any field if that is nothing."""
+        """Return the parts of the latest text, if any."""
         fields = self._fields(self._parts[self._num_old :])
         calls = fields.get("tool_calls", [])
         for index, call in enumerate(calls, self.num_calls - len(calls)):
@@ -66,12 +62,11 @@ class ChatAnswer:
         return ChatMessage(**fields)
 
     def whole_message(self) -> ChatMessage:
-        """The message of the whole answer; its content is null if there are calls and no text."""
+        """Return the whole answer's message; without text its content is null."""
         no_content = {"content": None if self.num_calls else ""}
         return ChatMessage(role="assistant", **{**no_content, **self._fields(self._parts)})
 
     def _fields(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
-        """Fields of a message with these parts."""
         fields: dict[str, Any] = {}
         for kind in (PartKind.REASONING, PartKind.CONTENT):
             text = "".join(part.text for part in parts if part.kind is kind)
@@ -108,7 +103,7 @@ class ChatWriter(Writer):
         self._of_prompt: dict[str, Any] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """An output as chunks. A choice begins with one that has the role, as OpenAI's do."""
+        """Return an output as chunks. A choice begins with the role, as OpenAI's do."""
         is_first, fields = self._taken(delta)
         usage = self._usage.in_chunk(delta)
         chunks: list[BaseModel] = []
@@ -163,11 +158,7 @@ class ChatWriter(Writer):
         )
 
     def _taken(self, delta: Delta) -> tuple[bool, dict[str, Any]]:
-        """Count and parse a delta.
-
-        Returns whether it is its choice's first, and fields that a ChatChoice and a ChatChunkChoice
-        have in common.
-        """
+        """Count and parse a delta; return True for its choice's first, and fields of the choice."""
         if self._new_parser is not None and delta.index not in self._answers:
             self._begin(delta, self._new_parser())
         answer, reason = self._answers.get(delta.index), delta.finish_reason
@@ -187,7 +178,6 @@ class ChatWriter(Writer):
         return is_first, {"index": delta.index, "stop_reason": delta.stop_reason, **fields}
 
     def _begin(self, delta: Delta, parser: Parser) -> None:
-        """Make the choice's answer at its first delta."""
         has_many_calls = self._request.parallel_tool_calls is not False
         answer = ChatAnswer(parser, self._request.include_reasoning, has_many_calls)
         self._answers[delta.index] = answer

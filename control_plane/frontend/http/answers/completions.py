@@ -1,8 +1,4 @@
-"""Responses of /v1/completions, made of a call's deltas.
-
-Enters: deltas. Leaves: chunks, or the whole response in OpenAI's shape. Does not know: sockets,
-where deltas come from.
-"""
+"""Responses of /v1/completions, made of a call's deltas."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from control_plane.frontend.text.tokenizer import Detokenizer, Tokenizer
 
 
 class TextOffsets:
-    """Where each token of one choice begins in its text."""
+    """The offset of each token of one choice in its text."""
 
     def __init__(self, tokenizer: Tokenizer | None, skips_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -34,16 +30,16 @@ class TextOffsets:
         self._offset = 0
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Characters of the text before each token.
+        """Return the characters of the text before each token.
 
         Tokens that share a character begin where it does.
         """
         return [self._passed(token_id) for token_id in token_ids]
 
     def of_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Characters before each token of a prompt, whose text goes before the output.
+        """Return the characters before each token of a prompt, which precedes the output.
 
-        The tokenizer may have added special tokens that the text has not.
+        Special tokens may be missing from the text.
         """
         offsets = []
         for token_id in token_ids:
@@ -59,7 +55,6 @@ class TextOffsets:
         return offsets
 
     def _passed(self, token_id: int) -> int:
-        """The offset of the token, which is behind it then."""
         offset = self._offset
         self._offset += len(self._decoder.feed([token_id])) if self._decoder else 0
         return offset
@@ -101,7 +96,6 @@ class CompletionWriter(Writer):
         )
 
     def _choice(self, delta: Delta) -> CompletionChoice:
-        """What is new of the choice."""
         delta = self._shown(delta)
         is_first = self._usage.add(delta)
         more: dict[str, Any] = {}
@@ -128,7 +122,6 @@ class CompletionWriter(Writer):
         )
 
     def _prompt_text(self, delta: Delta) -> str:
-        """The prompt as the client wrote it, alone or in a list; else the text of its ids."""
         sent: Any = self._request.prompt
         text = sent[delta.prompt] if isinstance(sent, list) else sent
         if isinstance(text, str):

@@ -1,9 +1,4 @@
-"""The output of one call as it comes, all its prompts and choices in one stream, and its usage.
-
-Enters: ClientRequests. Leaves: what is new of each choice, numbered over all prompts; the number of
-tokens used, for the response and, if the client asks for it, for chunks. Does not know: JSON,
-server-sent events.
-"""
+"""The output of one call as it comes, with all prompts and choices in one stream, and its usage."""
 
 from __future__ import annotations
 
@@ -50,29 +45,27 @@ class Delta:
     """Number of the prompt among the call's prompts."""
     prompt_ids: Sequence[int]
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """Log probabilities of the prompt from its second token on, in the choice's first delta, if the
-    request asks for them."""
+    """Log probabilities of the prompt from token 2 on, in the choice's first delta."""
     token_ids: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishWord | None = None
-    """Why the choice ended, in its last delta; else None."""
+    """In the choice's last delta: the reason for its end."""
     stop_reason: int | str | None = None
     num_cached: int = 0
-    """Tokens of the prompt whose KV was in the cluster."""
+    """Prompt tokens whose KV was in the cluster."""
     finish: ChoiceFinish | None = None
-    """How the choice ended, and its placement: in its last delta, unless it was aborted."""
+    """In the choice's last delta, unless aborted: its end and placement."""
     text_before: str = ""
-    """The text that a client which resumes has already, in the choice's first delta."""
+    """In the choice's first delta: the text that a resuming client already has."""
 
 
 async def deltas(
     open_requests: OpenRequests, requests: Sequence[ClientRequest]
 ) -> AsyncGenerator[Delta, None]:
-    """Submit the requests and yield what they generate.
+    """Submit the requests and yield their output; closing the generator aborts them.
 
-    Closing the generator aborts what has not ended. Raises RequestError, before the first delta if
-    a request cannot be served.
+    Raises RequestError, before the first delta if a request cannot be served.
     """
     open_requests.check_number(len(requests), requests[0].n)
     async with AsyncExitStack() as stack:
@@ -89,7 +82,6 @@ async def deltas(
 
 
 async def _of_prompt(open_request: OpenRequest, prompt: int, first: int) -> AsyncIterator[Delta]:
-    """first: number of the prompt's first choice."""
     unfinished = dict.fromkeys(open_request.texts_before)
     silent = dict(unfinished)
     try:
@@ -122,10 +114,7 @@ async def _of_prompt(open_request: OpenRequest, prompt: int, first: int) -> Asyn
 
 
 async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
-    """All streams in one, as they come.
-
-    Takes one delta at a time, so that every stream sees a slow reader as slow.
-    """
+    """Take one delta at a time, so that every stream sees a slow reader as slow."""
     if len(streams) == 1:
         async for delta in streams[0]:
             yield delta
@@ -161,20 +150,20 @@ class UsageCount:
     """The usage of one call."""
 
     def __init__(self, options: StreamOptions | None, token_name: Callable[[int], bytes]) -> None:
-        """token_name: the UTF-8 of a token, that of its name if it is special."""
+        """token_name: returns the UTF-8 of a token, for a special one that of its name."""
         self._token_name = token_name
         self._reasoning: dict[int, ReasoningCount] = {}
         self._options = options or StreamOptions()
         self._prompts: dict[int, tuple[int, int]] = {}
-        """(tokens, those of them that were cached) of each prompt."""
+        """(tokens, cached tokens) of each prompt."""
         self._choices: dict[int, int] = {}
         """Tokens of each choice so far."""
         self._drafts: dict[int, DraftCounts] = {}
 
     def begin_reasoning(self, index: int, parser: Parser, num_before: int) -> None:
-        """Count the choice's tokens of reasoning from now on.
+        """Count the choice's reasoning tokens from now on.
 
-        parser: takes its text before the delta is added. num_before: characters that it has had.
+        parser: takes its text before the delta is added. num_before: its earlier characters.
         """
         self._reasoning[index] = ReasoningCount(parser, num_before, self._token_name)
 
@@ -211,7 +200,7 @@ class UsageCount:
 
     @property
     def total(self) -> Usage:
-        """Usage of all prompts and choices. A prompt counts once, however many choices it has."""
+        """The usage of all choices, and of each prompt once."""
         prompts = self._prompts.values()
         return _usage(
             sum(tokens for tokens, _ in prompts),
@@ -221,9 +210,9 @@ class UsageCount:
         )
 
     def in_chunk(self, delta: Delta) -> dict[str, Any]:
-        """The field `usage` of a chunk for this delta: that of its choice.
+        """Return the field `usage` of a chunk: that of the delta's choice.
 
-        Null, as OpenAI has it, if only the last chunk has the usage; empty if none has.
+        Null, as at OpenAI, if only the last chunk has the usage; empty if none has.
         """
         if not self._options.include_usage:
             return {}
@@ -239,12 +228,12 @@ class UsageCount:
         return {"usage": usage}
 
     def in_last_chunk(self) -> list[Usage]:
-        """The usage for a chunk of its own at the end, if the client asks for it; else none."""
+        """Return the usage for a last chunk, if requested."""
         return [self.total] if self._options.include_usage else []
 
 
 class ReasoningCount:
-    """Counts the tokens of one choice that its parser gives as reasoning, with the end's marker."""
+    """Counts one choice's reasoning tokens, with the end marker."""
 
     def __init__(self, parser: Parser, num_before: int, token_name: Callable[[int], bytes]) -> None:
         self._parser = parser
@@ -252,11 +241,11 @@ class ReasoningCount:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_chars = num_before
         self._open: deque[int] = deque()
-        """Where tokens begin in the text of which the parser may not know yet what they are."""
+        """Offsets of tokens whose text the parser may not have classified."""
         self.num_tokens = 0
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """Add generated tokens, whose text the parser has taken, or will."""
+        """Add generated tokens, before or after the parser takes their text."""
         for token_id in token_ids:
             self._open.append(self._num_chars)
             self._num_chars += len(self._decoder.decode(self._token_name(token_id)))

@@ -1,8 +1,4 @@
-"""Bodies that the HTTP API writes: OpenAI's fields, and vLLM's beside them.
-
-Enters: values. Leaves: responses and chunks as they go out. Does not know: tokens, streams, HTTP,
-requests.
-"""
+"""Bodies that the HTTP API writes: OpenAI's fields and vLLM's."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    """The tokens as the vocabulary spells them."""
+    """The vocabulary's spelling of the tokens."""
 
 
 class DetokenizeResponse(BaseModel):
@@ -58,17 +54,17 @@ class Version(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """What is known of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Those whose KV was in the cluster: they were not computed again."""
+    """Tokens whose KV was in the cluster: they were not computed again."""
 
 
 class CompletionTokensDetails(BaseModel):
-    """What is known of the generated tokens."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int
-    """Those up to the end of the reasoning; they are part of completion_tokens."""
+    """Tokens up to the end of the reasoning; they are part of completion_tokens."""
 
 
 class Usage(BaseModel):
@@ -83,14 +79,14 @@ class Usage(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """What became of the drafts of a call, all its choices together. The names are vLLM's."""
+    """The drafts of a call, all its choices together. The names are vLLM's."""
 
     mean_acceptance_length: float
     """Tokens of a step with drafts."""
     draft_acceptance_rate: float
-    """Drafts that were right, of all."""
+    """Share of accepted drafts."""
     acceptance_histogram: list[int]
-    """Steps with drafts, by how many of them were right."""
+    """Steps with drafts, by the number of accepted ones."""
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
@@ -99,13 +95,13 @@ class SpeculativeDecoding(BaseModel):
 
 
 class CallMetrics(BaseModel):
-    """What else is measured of a call."""
+    """Further measurements of a call."""
 
     speculative_decoding: SpeculativeDecoding
 
 
 class KvShare(BaseModel):
-    """What one instance holds of a choice's KV."""
+    """One instance's part of a choice's KV."""
 
     instance: int
     pages: int
@@ -121,7 +117,7 @@ class ChoicePlacement(BaseModel):
 
     @classmethod
     def of(cls, finish: ChoiceFinish) -> ChoicePlacement:
-        """The placement in this form."""
+        """Convert the placement."""
         shares = [KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split]
         return cls(cp_degree=finish.cp_degree, moe_binding=finish.moe_binding, kv_split=shares)
 
@@ -131,13 +127,12 @@ class PromptLogprob(BaseModel):
 
     logprob: float
     rank: int | None
-    """1 for the most likely; null for one that is not among the most likely."""
+    """1 for the most likely; null outside the most likely."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Log probabilities by token id, for each token of the prompt; null for the first, which has
-none."""
+"""Log probabilities by token id for each token of the prompt; null for the first."""
 
 
 class CompletionLogprobs(BaseModel):
@@ -158,8 +153,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string; null for max_tokens and for the tokenizer's end of
-    sequence."""
+    """The stop token's id or the stop string; null for other ends."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -179,7 +173,7 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that was likely."""
+    """A likely token."""
 
     token: str
     logprob: float
@@ -187,7 +181,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that was sampled."""
+    """A sampled token."""
 
     top_logprobs: list[TopLogprob]
 
@@ -199,7 +193,7 @@ class ChatLogprobs(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """The function of a call, or what is new of it."""
+    """The function of a call, or its new part."""
 
     name: str | None = None
     arguments: str
@@ -216,7 +210,7 @@ class MessageToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the model says, or what is new of it."""
+    """The model's message, or its new part."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

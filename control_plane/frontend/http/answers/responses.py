@@ -1,8 +1,4 @@
-"""Responses to calls: one body, or server-sent events. A client that has gone gets none.
-
-Enters: a call's deltas and what makes chunks of them. Leaves: responses of the framework. Does not
-know: which endpoint was called.
-"""
+"""Responses to calls: one body, or server-sent events."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Proxies must pass on each event as it comes."""
+"""Proxies must pass on each event at once."""
 _LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""What some clients take for the end of a line, as JSON escapes it."""
+"""Line ends for some clients, as JSON escapes them."""
 
 
 class Writer(ABC):
@@ -53,10 +49,10 @@ class Writer(ABC):
 
     @abstractmethod
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """Chunks of a stream for this delta."""
+        """Return the chunks for this delta."""
 
     def last_chunks(self) -> list[BaseModel]:
-        """Chunks after the last delta."""
+        """Return the chunks after the last delta."""
         return [
             self._chunk([], usage=usage, **self._usage.metrics)
             for usage in self._usage.in_last_chunk()
@@ -68,14 +64,13 @@ class Writer(ABC):
 
     @abstractmethod
     def body(self) -> BaseModel:
-        """The response as one body."""
+        """Return the response as one body."""
 
     @abstractmethod
     def _chunk(self, choices: list[Any], **more: Any) -> BaseModel:
-        """A chunk with these choices."""
+        """Make a chunk with these choices."""
 
     def _keep(self, text: str, new: Any) -> None:
-        """Add what is new of a choice to what the body has of it."""
         self._texts.setdefault(new.index, []).append(text)
         whole = self._choices.setdefault(new.index, new)
         if whole is new:
@@ -90,17 +85,13 @@ class Writer(ABC):
                 getattr(whole.logprobs, name).extend(getattr(new.logprobs, name))
 
     def _kept(self) -> list[Any]:
-        """The choices of the body, in order."""
         return [choice for _, choice in sorted(self._choices.items())]
 
 
 async def respond(
     request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool | None
 ) -> Response:
-    """The response to a call.
-
-    Raises RequestError if the call fails before there is anything to send.
-    """
+    """Return the response. Raises RequestError if the call fails before any output."""
     try:
         if is_stream:
             # The status waits for the first token: until then the request may be refused.
@@ -144,10 +135,7 @@ def _event(chunk: BaseModel) -> bytes:
 
 
 class _Events(StreamingResponse):
-    """A stream of events that aborts its requests at once when the client goes away.
-
-    Otherwise they would run until the deltas are collected as garbage.
-    """
+    """Aborts the requests of a stream at once when the client goes away."""
 
     def __init__(self, first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> None:
         events = _events(first, deltas, writer)
@@ -164,10 +152,7 @@ class _DisconnectedError(Exception):
 
 
 async def _unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of an awaitable, unless the client goes away before.
-
-    Then the awaitable is cancelled. Raises _DisconnectedError.
-    """
+    """Cancel the work when the client goes away. Raises _DisconnectedError."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

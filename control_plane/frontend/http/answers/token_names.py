@@ -1,7 +1,4 @@
-"""Names of single tokens, for log probabilities.
-
-Enters: token ids. Leaves: strings and bytes. Does not know: requests.
-"""
+"""Names of single tokens, for log probabilities."""
 
 from __future__ import annotations
 
@@ -24,22 +21,21 @@ class TokenNames:
     as_ids: bool
 
     def name(self, token_id: int) -> str:
-        """The token's text; a piece of a character is U+FFFD."""
+        """Return the token's text; a piece of a character is U+FFFD."""
         if self.tokenizer is None or self.as_ids:
             return f"token_id:{token_id}"
         return self.spelled(token_id).decode(errors="replace")
 
     def spelled(self, token_id: int) -> bytes:
-        """The UTF-8 of the token; for a special token, that of its name."""
+        """Return the token's UTF-8; for a special token, that of its name."""
         if self.tokenizer is None:
             return b""
         return self.tokenizer.token_name(token_id)
 
     def by_name(self, logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log probabilities by the tokens' names, in order.
+        """Return log probabilities by the tokens' names, in order.
 
-        Of tokens with one name the first has it. Another one, a piece of a character as a rule, is
-        spelled in bytes, as OpenAI does.
+        Tokens with a used name, such as pieces of characters, are spelled in bytes, as at OpenAI.
         """
         named: dict[str, float] = {}
         ids = set()
@@ -59,9 +55,9 @@ class TokenNames:
         logprobs: Sequence[TokenLogprobs],
         num_top: int | None = None,
     ) -> PromptLogprobs:
-        """Log probabilities of a prompt in vLLM's form: null for the first token.
+        """Return a prompt's log probabilities in vLLM's form: null for the first token.
 
-        num_top: most likely tokens of each place; None: all that are there.
+        num_top: most likely tokens of each place; None: all.
         """
         named: PromptLogprobs = [None]
         for token_id, told in zip(prompt_ids[1:], logprobs, strict=True):
@@ -76,5 +72,5 @@ class TokenNames:
 
 
 def finite(logprob: float) -> float:
-    """The log probability as a number that JSON can write."""
+    """Return the log probability as a number that JSON can write."""
     return max(logprob, _LEAST_LOGPROB)

@@ -1,10 +1,6 @@
-"""A chat's answer in its parts: reasoning, content and tool calls, as its text comes.
+"""A parser of a chat's answer into reasoning, content and tool calls, as its text comes.
 
-Enters: pieces of text, cut anywhere. Leaves: parts in order; all cuts of a text give the same.
-Does not know: tokens, requests, responses, grammars, how calls are written.
-
-A tool call is a part once it is complete. What begins as one and is none stays text, as far as it
-was read as one. Each piece is read once, or twice behind a call that has no end.
+All cuts of a text give the same parts. A broken tool call stays text.
 """
 
 from __future__ import annotations
@@ -19,13 +15,13 @@ from control_plane.frontend.http.tools.call_forms import CallForm
 from control_plane.frontend.http.tools.call_readers import NO_CALL, CallReader, ToolCall, Tools
 
 THINK = ("<think>", "</think>")
-"""Markers of reasoning: DeepSeek, Kimi, Qwen and GLM have the same."""
+"""Markers of reasoning of DeepSeek, Kimi, Qwen and GLM."""
 _MAX_NAME = 256
 """Most characters of a name in a tag."""
 
 
 class PartKind(Enum):
-    """What a part of an answer is."""
+    """The kind of a part of an answer."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -40,12 +36,12 @@ class AnswerPart:
     text: str = ""
     call: ToolCall | None = None
     end: int = field(default=0, compare=False)
-    """Where content ends in the answer's whole text."""
+    """End of content in the answer's whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a request says of the calls in its answer."""
+    """A request's settings for the calls in its answer."""
 
     form: CallForm | None = None
     """None if calls stay content."""
@@ -55,7 +51,7 @@ class CallContext:
 
 
 class _Before(Enum):
-    """What stands before a stretch of text, and so what white space at its start is."""
+    """The part before a text, which gives white space its meaning."""
 
     NOTHING = "text"
     MARKER = "text if other text follows"
@@ -67,17 +63,16 @@ Piece = tuple[str, bool]
 
 
 class _Tags:
-    """Cuts text into tags and what is between them. No tag has a < behind its first character."""
+    """Cuts text into tags and the text between them. Tags have < only at the start."""
 
     def __init__(self, tags: Sequence[str]) -> None:
-        """tags: one that ends with = goes on with a name and >."""
+        """tags: one that ends with = continues with a name and >."""
         self._tags = tags
         self._pattern = _pattern(tuple(tags))
         self.held = ""
-        """The end of the text, which may begin a tag."""
+        """End of the text, which may begin a tag."""
 
     def cut(self, text: str, is_last: bool = False) -> Iterator[Piece]:
-        """Pieces that the text completes."""
         text, at = self.held + text, 0
         for found in self._pattern.finditer(text) if self._tags else ():
             if at < found.start():
@@ -104,30 +99,27 @@ def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class _Content:
-    """Parses content that may have calls in it."""
-
     def __init__(self, context: CallContext, before: _Before, at: int = 0) -> None:
-        """at: where it begins in the answer's text."""
+        """at: offset of its start in the answer's text."""
         self._context = context
         self._form = context.form
         self._before = before
         self._at = at
-        """Where what was taken ends, in the answer's text."""
+        """Offset of the end of the taken text in the answer's text."""
         self._space: str | None = ""
-        """White space since the latest marker; None once there was other text."""
+        """White space since the latest marker; None after other text."""
         self.num_calls = 0
         self.call: CallReader | None = None
         """Reads the call that has begun."""
         self._call_at = 0
-        """Where it begins in the answer's text, with the white space before it."""
+        """Offset of that call, with the white space before it."""
 
     @property
     def num_decided(self) -> int:
-        """Characters of the answer's text of which it is known what they are."""
         return self._call_at if self.call else self._at - len(self._space or "")
 
     def take(self, parts: list[AnswerPart], piece: Piece) -> None:
-        """Take the next piece, and give the parts that it completes."""
+        """Take the next piece, and add the parts that it completes."""
         text, is_tag = piece
         is_end = self.call.add(text, is_tag) if self.call else False
         if self.call and is_end is False:
@@ -146,7 +138,7 @@ class _Content:
             self._give(parts, text)
 
     def finish(self, parts: list[AnswerPart], is_cut: bool) -> None:
-        """Give what is left at the answer's end. is_cut: more of it would have come."""
+        """Add the rest at the answer's end. is_cut: more would have come."""
         if self.call and self._form and not self.end_as_call(parts, False, is_cut):
             pieces, found = self.call.pieces, list[AnswerPart]()
             first = len(pieces) if is_cut else _behind_broken(pieces, self._form)
@@ -162,7 +154,7 @@ class _Content:
             parts.append(AnswerPart(PartKind.CONTENT, self._space, end=self._at))
 
     def end_as_call(self, parts: list[AnswerPart], has_end: bool, is_cut: bool = False) -> bool:
-        """Give the call that has begun; False if it is none. See CallReader.call."""
+        """Return False if the call that has begun is none. See CallReader.call."""
         assert self.call and self._form
         try:
             call = self.call.call(has_end, is_cut)
@@ -180,7 +172,7 @@ class _Content:
         self._give(parts, "".join(pieces))
 
     def _give(self, parts: list[AnswerPart], text: str) -> None:
-        """Give text, and the white space before it once there is more than that."""
+        """Keep white space until more text follows."""
         if self._space is not None:
             text = self._space + text
             if not text.strip():
@@ -194,7 +186,7 @@ class _Content:
 
 
 def _behind_broken(pieces: Sequence[str], form: CallForm) -> int:
-    """The piece that begins the next call, if the tag before it is an end: of a broken call."""
+    """Return the piece that begins the next call, behind the end of a broken one."""
     num_own = 2 if len(form.begins) > 1 and pieces[0] == form.begins[0] else 1
     begins = [number for number, one in enumerate(pieces) if one.startswith(form.begins)]
     first = next(iter(begins[num_own:]), len(pieces))
@@ -203,13 +195,13 @@ def _behind_broken(pieces: Sequence[str], form: CallForm) -> int:
 
 @dataclass(slots=True)
 class _Draft:
-    """A call within the reasoning, and what is behind it: it ends it if nothing else does."""
+    """A call within the reasoning, and the text behind it; alone it ends the reasoning."""
 
     content: _Content
     pieces: list[Piece] = field(default_factory=list)
     parts: list[AnswerPart] = field(default_factory=list)
     end: int = -1
-    """The piece that may end the reasoning, if it is not in a value of the call; -1: none."""
+    """Piece that may end the reasoning, if it is outside the call's values; -1: none."""
 
 
 class AnswerParser:
@@ -218,54 +210,51 @@ class AnswerParser:
     def __init__(
         self, calls: CallContext, has_reasoning: bool = False, begins_inside: bool = False
     ) -> None:
-        """has_reasoning: whether THINK marks reasoning.
-
-        begins_inside: the prompt has the marker that begins reasoning.
-        """
+        """has_reasoning: THINK marks reasoning. begins_inside: the prompt begins it."""
         self._context = calls
         self._has_reasoning = has_reasoning
         form = calls.form
         self._call_tags = (*form.begins, *form.section[:1]) if form else ()
         self._tags = _Tags((*(form.tags if form else ()), *THINK[1:] * has_reasoning))
         self._held = ""
-        """Text before it is known whether there is any reasoning."""
+        """Text before reasoning is found or ruled out."""
         self._may_begin = has_reasoning and not begins_inside
-        """Whether the answer is empty so far: reasoning can only be at its start."""
+        """True while the answer is empty: reasoning can only be at its start."""
         self._is_inside = begins_inside and has_reasoning
         self._gap = ""
-        """White space of the reasoning that is none if nothing follows it."""
+        """White space of the reasoning that is dropped if nothing follows it."""
         self._num_thought = 0
-        """Characters of the answer's text up to which it is reasoning, or before that."""
+        """Characters of the answer's text up to the end of reasoning, or before that."""
         self.reasoning = (0, 0)
-        """Where reasoning is in the answer's text so far, with the marker that ends it."""
+        """(start, end) of reasoning in the answer's text so far, with its end marker."""
         self._content = _Content(calls, _Before.NOTHING)
         self._draft: _Draft | None = None
 
     @property
     def is_reasoning(self) -> bool | None:
-        """Whether the next text is reasoning; None: the answer has none."""
+        """Return whether the next text is reasoning; None: the answer has none."""
         return self._is_inside if self._has_reasoning else None
 
     @property
     def num_decided(self) -> int:
-        """Characters of the answer's text of which it is known what they are."""
+        """The characters of the answer's text that are already classified."""
         if self._may_begin:
             return 0
         return self._num_thought - len(self._gap) if self._is_inside else self._content.num_decided
 
     def contents(self, text: str) -> list[tuple[int, str]]:
-        """Take text; returns the content that it completes, and where that begins in all text."""
+        """Take text; return the content that it completes, with offsets in all text."""
         parts = [part for part in self.feed(text) if part.kind is PartKind.CONTENT]
         return [(part.end - len(part.text), part.text) for part in parts]
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Parts that the text completes, in order."""
+        """Return the parts that the text completes, in order."""
         return self._parsed(text, False)
 
     def finish(self, is_cut: bool = False) -> list[AnswerPart]:
-        """What was held back, at the answer's end. is_cut: max_tokens or an abort ended it.
+        """Return the held parts at the answer's end. is_cut: max_tokens or an abort ended it.
 
-        Then a call counts only if nothing else could come behind what is there of it.
+        Then a call counts only if nothing else could follow it.
         """
         parts = self._parsed("", True)
         if self._is_inside:
@@ -296,10 +285,7 @@ class AnswerParser:
         return parts
 
     def _think(self, parts: list[AnswerPart], piece: Piece) -> None:
-        """Take a piece of the reasoning.
-
-        A call ends it, unless it proves to be a draft: the marker of the end comes later.
-        """
+        """A call ends reasoning, unless the end marker comes later: then it was a draft."""
         text, is_tag = piece
         is_end, draft = is_tag and text == THINK[1], self._draft
         if is_end and (draft is None or draft.content.call is None):
@@ -329,7 +315,6 @@ class AnswerParser:
     def _end_reasoning(
         self, parts: list[AnswerPart], before: list[Piece], behind: list[Piece]
     ) -> None:
-        """Give pieces before the marker that ends the reasoning, and those behind it."""
         self._drop_draft(parts, before)
         self._num_thought += len(THINK[1])
         if self.reasoning[1] > self.reasoning[0]:
@@ -363,7 +348,7 @@ class AnswerParser:
             self._reason(parts, text)
 
     def _reason(self, parts: list[AnswerPart], text: str, is_last: bool = False) -> None:
-        """Give reasoning, without white space around all of it unless nothing is behind it."""
+        """Drop white space around all reasoning, unless nothing is behind it."""
         begin, end = self.reasoning
         self._num_thought += len(text)
         text = self._gap + text

@@ -1,9 +1,4 @@
-"""How families of models write tool calls: the one description of each form.
-
-Enters: what a model wrote between the tags of a call, and the functions that it may call. Leaves:
-readers of calls, and calls; of a call to be written, the parts that a grammar holds it to. Does not
-know: answers, requests, grammars.
-"""
+"""The forms in which families of models write tool calls, for readers and grammars."""
 
 from __future__ import annotations
 
@@ -27,29 +22,31 @@ from control_plane.frontend.http.tools.call_readers import (
 from control_plane.frontend.http.tools.tool_schemas import FOR_PEOPLE, Schema
 
 Parts = list[Any]
-"""What stands between the markers of a call, as a structural tag has it (see tagged_text)."""
+"""Content between the markers of a call, as in a structural tag (see tagged_text)."""
 Value = Callable[..., Any]
-"""Makes the part with all arguments as an object; or, of a name, what ends its value, and texts
-that a string cannot have in it if it stands as it is, the part with this value and its end."""
+"""Makes the part for all arguments as an object, or for one value and its end.
+
+A value has a name, an end, and texts that a bare string cannot contain.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a family of models writes tool calls."""
+    """The form in which a family of models writes tool calls."""
 
     begins: tuple[str, ...]
-    """Tags that begin a call. One that ends with = goes on with a name and >."""
+    """Tags that begin a call. One that ends with = continues with a name and >."""
     end: str
     reader: Callable[[Tools], CallReader]
     parts: Callable[[str, Schema, Value], Parts]
-    """What stands between the markers of a call of the function with these parameters."""
+    """Returns the content between the markers for (the function's name, parameters, Value)."""
     section: tuple[str, ...] = ()
-    """Tags around all calls; they mean nothing more."""
+    """Tags around all calls, without further meaning."""
     within: tuple[str, ...] = ()
     """Other tags within a call."""
     new_id: Callable[[str, int], str] = lambda name, number: f"chatcmpl-tool-{uuid4().hex}"
-    """An id for (the function's name, calls before it in the conversation), if the model writes
-    none. As vLLM makes it, unless the model has a form of its own."""
+    """Makes an id of (the function's name, earlier calls in the conversation), if the model writes
+    none. It is vLLM's, unless the model has a form of its own."""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -58,11 +55,11 @@ class CallForm:
 
 
 _GAP = re.compile(r"\s*:\s*|[\s{},]*")
-"""What is between the keys and values of a JSON object."""
+"""Text between the keys and values of a JSON object."""
 
 
 def members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each as it is written. Raises ValueError."""
+    """Return the members of a JSON object, as written. Raises ValueError."""
     if not isinstance(STRICT_JSON.decode(text), dict):
         raise ValueError("no object")
     found = {}
@@ -82,9 +79,9 @@ def _behind_gap(text: str, at: int) -> int:
 
 
 def _arguments(text: str) -> str:
-    """The text, if it is a JSON object. Nothing and null stand for no arguments.
+    """Nothing and null stand for no arguments; a JSON string may hold the object.
 
-    An object that stands in a JSON string is taken out of it. Raises ValueError.
+    Raises ValueError for anything else.
     """
     text = text.strip()
     if text in ("", "null", '""'):
@@ -165,16 +162,13 @@ class _QwenReader(TaggedReader):
 
 
 _SPLIT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-"""What a schema may say whose properties are written one by one; beside words for people."""
+"""Words of a schema whose properties are written one by one, besides those for people."""
 
 
 def _one_by_one(
     schema: Schema, before: Callable[[str], Parts], value: Callable[[str], Any], after: Any
 ) -> Parts:
-    """Each argument between its parts, which may be left out if it is not required.
-
-    Raises ValueError for parameters that are not all said by their names.
-    """
+    """Raises ValueError for parameters that are not all given by name."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     unknown = set(schema) - _SPLIT_KEYS - FOR_PEOPLE
     if unknown or set(required) - set(properties) or schema.get("type", "object") != "object":
@@ -258,4 +252,4 @@ CALL_FORMS = {
         within=tuple(_QwenReader.letters),
     ),
 }
-"""By service.tool_call_parser. Qwen's other models write as hermes does."""
+"""Forms by service.tool_call_parser. Qwen's other models write as hermes does."""

@@ -1,8 +1,4 @@
-"""Readers of a tool call: each takes what a model writes piece by piece, from left to right.
-
-Enters: tags, and text between them, from the tag that begins a call. Leaves: where the call ends,
-and the call; or that there is none. Does not know: which models write which tags, answers.
-"""
+"""Readers that take a tool call piece by piece, and find its end."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ class ToolCall:
     """Empty if the model writes none."""
     name: str
     arguments: str
-    """A JSON object, as the model wrote it."""
+    """A JSON object, in the model's spelling."""
 
 
 class CallReader(Protocol):
@@ -43,38 +39,37 @@ class CallReader(Protocol):
     """What it has taken, from the tag that begins the call."""
 
     def add(self, piece: str, is_tag: bool) -> bool | None:
-        """Take a tag, or text without any. True: it ends the call; False: there is no call."""
+        """Take a tag, or text. True: it ends the call; False: there is no call."""
 
     def call(self, has_end: bool, is_cut: bool = False) -> ToolCall:
-        """The call that the pieces are. has_end: whether they have its last tag.
+        """Return the call of the pieces. has_end: they have its last tag. is_cut: more would come.
 
-        is_cut: more would have come. Raises an error of NO_CALL if they are none.
+        Raises an error of NO_CALL if they are none.
         """
 
 
 NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a text that is no call raises."""
+"""Errors from reading a text that is no call."""
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a function's name can be told from what surrounds it in every form."""
+    """Return whether a function's name is distinct in every form."""
     return re.fullmatch(r"[\w.-]+", name) is not None
 
 
 def is_name(name: str, tools: Tools) -> bool:
-    """Whether a function can have the name."""
+    """Return whether a function can have the name."""
     return name in tools or is_plain_name(name)
 
 
 def named(name: str, tools: Tools) -> str:
-    """The name, if it can be one. Raises ValueError."""
+    """Return the name, if it can be one. Raises ValueError."""
     if is_name(name, tools):
         return name
     raise ValueError("no name")
 
 
 def _unquoted(name: str) -> str:
-    """A name in a tag: quotes around it are none of it."""
     name = name.strip()
     return name[1:-1] if re.fullmatch("\"[^\"]+\"|'[^']+'", name) else name
 
@@ -84,18 +79,18 @@ def _refuse(word: str) -> None:
 
 
 STRICT_JSON = json.JSONDecoder(parse_constant=_refuse, parse_int=lambda digits: 0)
-"""Reads what JSON is, and how long; a number of any length is one."""
+"""Finds JSON and its end, with numbers of any length."""
 
 
 _MARK = re.compile(r'\\.?|["{}[\]]', re.DOTALL)
-"""What tells where objects and strings begin and end; a backslash with what it escapes."""
+"""Starts and ends of objects and strings; a backslash comes with the character it escapes."""
 
 
 class JsonScan:
-    """Follows JSON that comes in pieces: its strings, and how deep it is nested."""
+    """Follows strings and nesting of JSON that comes in pieces."""
 
     def __init__(self, outer: int = 0) -> None:
-        """outer: the depth at which the objects are that are looked for."""
+        """outer: the depth of the wanted objects."""
         self.is_string = False
         self._outer = outer
         self._depth = 0
@@ -103,7 +98,7 @@ class JsonScan:
         """Characters of the next piece that a backslash before it escapes."""
 
     def objects(self, text: str) -> Iterator[tuple[int, bool]]:
-        """Follow a piece: where objects begin (place, True), and where they end (place, False)."""
+        """Yield starts (place, True) and ends (place, False) of objects."""
         first, self._num_escaped = self._num_escaped, 0 if text else self._num_escaped
         for found in _MARK.finditer(text, first):
             mark = found[0]
@@ -120,21 +115,21 @@ class JsonScan:
 
 
 class JsonReader(CallReader):
-    """Reads a call whose arguments are JSON: what stands in a string is the string's."""
+    """Reads a call with arguments in JSON; tags inside strings are text."""
 
     def __init__(
         self, read: Callable[[str, Tools], ToolCall], end: str, separator: str, tools: Tools
     ) -> None:
         """read: makes the call of the text between the first tag and `end`.
 
-        separator: the tag that comes before the JSON; empty: there is none.
+        separator: the tag before the JSON; empty: none.
         """
         self.pieces = []
         self._read, self._end, self._tools = read, end, tools
         self._separator = separator
-        """Empty once it was there."""
+        """Empty after it was read."""
         self._is_silent = not separator
-        """Whether the next text must begin an object."""
+        """True if the next text must begin an object."""
         self._is_whole = False
         self._scan = JsonScan()
 
@@ -166,19 +161,18 @@ class JsonReader(CallReader):
 class TaggedReader(CallReader):
     """Reads a call whose arguments are bare text between tags.
 
-    What a tag means is told by the tags beside it, with nothing but white space between them: each
-    tag is a letter, n a name between two of them, and - other text. Tags of a whole call within a
-    value are the value's. docs/decisions/0051 has the rules.
+    Each tag is a letter, n a name between two of them, - other text. A whole call within a value
+    belongs to the value (docs/decisions/0051).
     """
 
     letters: ClassVar[dict[str, str]]
     """P begins a value, p may end one. Tags that begin and end a call in a value become ( and )."""
     heads: ClassVar[tuple[str, ...]]
-    """How a call begins: up to its first value, or its end."""
+    """Patterns of a call's start, up to its first value or its end."""
     opens: ClassVar[str]
-    """How a call with arguments begins, maybe behind T."""
+    """Pattern of the start of a call with arguments, perhaps behind T."""
     ends: ClassVar[str]
-    """How it ends. In a value, and without T, it ends with the first two letters."""
+    """Pattern of its end; in a value, and without T, the first two letters."""
     argument: ClassVar[str]
     """How an argument begins."""
 
@@ -187,11 +181,11 @@ class TaggedReader(CallReader):
         self._tools = tools
         self._trail: list[str] = []
         self._places: list[int] = []
-        """The piece with which each letter begins."""
+        """Piece with which each letter begins."""
         self._num_read = 0
         """Pieces that the trail has."""
         self._ends: list[str] = []
-        """How calls with arguments end that have begun, each in a value of the one before."""
+        """Ends of the open calls with arguments, each in a value of the one before."""
 
     def add(self, piece: str, is_tag: bool) -> bool | None:
         is_end = False
@@ -234,16 +228,15 @@ class TaggedReader(CallReader):
         return typed(name, dict(self._arguments(trail, name)) if self._ends else {}, self._tools)
 
     def _text(self, begin: int, end: int) -> str:
-        """What is behind the piece of one letter, and before that of another."""
         return "".join(self.pieces[self._places[begin] + 1 : self._places[end]])
 
     def _key(self, place: int) -> str:
-        """The name in the tag of this letter, or in the text before it."""
+        """Return the name in this letter's tag, or in the text before it."""
         _, is_named, name = self.pieces[self._places[place]].partition("=")
         return _unquoted(name[:-1] if is_named else self._text(place - 3, place - 1))
 
     def _arguments(self, trail: str, name: str) -> Iterator[tuple[str, str]]:
-        """Names and texts. Raises ValueError where it is open what is an argument."""
+        """Yield names and texts. Raises ValueError where an argument is ambiguous."""
         schema = self._tools.get(name, {})
         first, last = trail.index("P"), len(trail) - len(self.ends)
         begun, lone, depth = [(0, first)], list[tuple[str, int]](), 0
@@ -273,7 +266,7 @@ class TaggedReader(CallReader):
 
 
 def typed(name: str, values: Mapping[str, str], tools: Tools) -> ToolCall:
-    """A call whose arguments are texts: each is of a type that its schema allows."""
+    """Return a call with arguments of types that their schemas allow."""
     schema = tools.get(name, {})
     pairs = (
         f"{_text(key)}: {_value(text, types_of(property_of(schema, key), schema))}"
@@ -283,7 +276,6 @@ def typed(name: str, values: Mapping[str, str], tools: Tools) -> ToolCall:
 
 
 def _value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value, as it is written if it is one; else a string."""
     written = text.strip()
     if {"boolean", "null"} & types and written in ("True", "False", "None"):
         written = {"True": "true", "False": "false", "None": "null"}[written]

@@ -1,10 +1,4 @@
-"""The text of a prompt, made of messages by the checkpoint's own chat template.
-
-Enters: a checkpoint folder, messages. Leaves: a text with special tokens, or a ValueError with a
-sentence. Does not know: tokens, requests.
-
-`transformers` renders, in a sandbox; it needs no torch for that.
-"""
+"""The checkpoint's chat template, which `transformers` renders in a sandbox, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +30,7 @@ class ChatTemplate:
         self._render = render_jinja_template
         self.source = source
         self.variables = _variables(source) - _RESERVED
-        """What the template reads that a client may set."""
+        """Variables that a client may set."""
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -48,9 +42,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. `arguments` are further variables of the template.
+        """Return the prompt's text. arguments: further variables of the template.
 
-        Takes long for long messages: call it in a thread. Raises ValueError.
+        Takes long: call it in a thread. Raises ValueError.
         """
         if reserved := _RESERVED.intersection(arguments or {}):
             raise ValueError(
@@ -78,7 +72,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """The block in which templates write what the model has said; it changes nothing in a text."""
+    """The block that marks the model's own text in a template; it changes no text."""
 
     tags = {"generation"}
 
@@ -88,7 +82,7 @@ class _Generation(Extension):
 
 
 def _variables(source: str) -> frozenset[str]:
-    """The variables that a template reads and does not set; none of one that is wrong."""
+    """Return variables that a valid template reads and does not set."""
     environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     try:
         names = meta.find_undeclared_variables(environment.parse(source))
@@ -99,9 +93,9 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
-    """The template in chat_template.jinja, else in tokenizer_config.json; None without one.
+    """Load chat_template.jinja, else the template in tokenizer_config.json; None without one.
 
-    Raises ValueError, naming the file, if it cannot be read.
+    Raises ValueError, naming the unreadable file.
     """
     path = checkpoint / "tokenizer_config.json"
     try:

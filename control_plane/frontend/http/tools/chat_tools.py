@@ -1,9 +1,4 @@
-"""Tools of a chat, read once: a grammar of its answer, and a parser for it.
-
-Enters: tools, tool_choice, the messages. Leaves: one value, which makes the constraint of a
-ClientRequest, and parsers; or an ApiError that names the field. Does not know: how a model writes
-calls.
-"""
+"""Tools of a chat: the constraint and the parser of its answer."""
 
 from __future__ import annotations
 
@@ -28,10 +23,10 @@ _MAX_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a chat asks of tools."""
+    """A chat's use of tools."""
 
     form: str
-    """How the model writes calls: a name of CALL_FORMS; empty: nobody knows."""
+    """The model's form of calls, a name of CALL_FORMS; empty: unknown."""
     functions: list[dict[str, Any]]
     """Functions that the model may call, as the request has them."""
     choice: str
@@ -42,10 +37,9 @@ class ToolUse:
     """Calls in the conversation."""
 
     def constraint(self, is_free: bool) -> dict[str, Any]:
-        """Fields of a ClientRequest: calls that the answer must have, or strict ones.
+        """Return fields of a ClientRequest for required calls, or strict ones; empty without.
 
-        is_free: whether nothing else holds the answer to a form. Empty if tools hold it to none.
-        Raises ApiError.
+        is_free: nothing else constrains the answer. Raises ApiError.
         """
         match self.choice:
             case "function":
@@ -67,10 +61,7 @@ class ToolUse:
         return {"constraint_field": "tools", "json_schema": json.dumps(schema)}
 
     def new_parser(self, reasoning: Reasoning | None) -> Callable[[], Parser] | None:
-        """Makes the parser of each choice's text; None if the text is the content.
-
-        reasoning: what may come before the answer.
-        """
+        """Return the maker of each choice's parser; None if the text is the content."""
         form = CALL_FORMS.get(self.form)
         has_reasoning, is_inside = reasoning is not None, bool(reasoning and reasoning.has_begun)
         if self.choice in ("required", "function"):
@@ -90,9 +81,9 @@ class ToolUse:
 
 
 def read_tools(request: ChatRequest, form: str, has_format: bool) -> ToolUse:
-    """What the request asks of tools. Raises ApiError for tools or a choice that cannot be.
+    """Read the request's tools. Raises ApiError for impossible tools or choices.
 
-    form: see ToolUse. has_format: whether the request holds its output to a form.
+    form: see ToolUse. has_format: the request constrains its output.
     """
     functions = [_function(tool, number) for number, tool in enumerate(request.tools or ())]
     names = [function["name"] for function in functions]
@@ -150,7 +141,6 @@ def _refusal(sentence: str, field: str = "tool_choice") -> ApiError:
 
 
 def _call_schema(function: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The schema of a call, which is one of those that the elements of a list may have."""
     place = f"#/items/anyOf/{number}/properties/parameters"
     return {
         "type": "object",

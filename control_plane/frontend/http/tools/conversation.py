@@ -1,8 +1,4 @@
-"""A conversation as chat templates read it, whatever form its client gave it.
-
-Enters: messages of a request. Leaves: messages of the template's, or an ApiError that names one.
-Does not know: what a template makes of them, tokens.
-"""
+"""A conversation in the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from control_plane.frontend.http.tools.template_habits import habits_of
 
 
 def conversation(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """The messages for this template. Raises ApiError."""
+    """Return the messages for this template. Raises ApiError."""
     return [_message(message, number, template) for number, message in enumerate(messages)]
 
 
 def earlier_calls(message: Message) -> list[Any]:
-    """The calls of a message."""
+    """Return the calls of a message."""
     calls = (message.model_extra or {}).get("tool_calls")
     return calls if isinstance(calls, list) else []
 
@@ -81,7 +77,6 @@ def _call(call: Any, field: str, index: int, takes_text: bool) -> dict[str, Any]
 
 
 def _arguments(sent: Any, takes_text: bool) -> dict[str, Any] | str:
-    """The arguments of an earlier call. What is no object stands for none."""
     try:
         value = json.loads(sent) if isinstance(sent, str) else sent
     except (ValueError, RecursionError):

@@ -1,8 +1,4 @@
-"""An answer that a grammar held to tool calls, as its text comes.
-
-Enters: pieces of text. Leaves: reasoning, and each call once it is complete. Does not know: forms
-of calls, grammars.
-"""
+"""A parser of an answer that a grammar limits to tool calls."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*
 
 
 class ForcedCallsParser:
-    """Parses an answer of reasoning, JSON, and nothing else.
-
-    Arguments stay as they are written, however deep they are nested.
-    """
+    """Parses an answer of reasoning and JSON; arguments keep the model's spelling."""
 
     def __init__(
         self,
@@ -29,9 +22,9 @@ class ForcedCallsParser:
         new_id: Callable[[str, int], str],
         number: int = 0,
     ) -> None:
-        """name: the function whose arguments the answer is; None: the answer is a list of calls.
+        """name: the function of the arguments; None: the answer is a list of calls.
 
-        text: takes reasoning apart from the JSON. new_id, number: see CallForm and CallContext.
+        text: separates reasoning. new_id, number: see CallForm and CallContext.
         """
         self._name = name
         self._parser = text
@@ -41,21 +34,21 @@ class ForcedCallsParser:
         self._skipped: list[str] = []
         """Text behind the latest call that is in none."""
         self._object: list[str] = []
-        """An object so far that is a call, or a call's arguments."""
+        """Present part of an object that is a call, or a call's arguments."""
 
     @property
     def is_reasoning(self) -> bool | None:
-        """Whether the next text is reasoning; None: the answer has none."""
+        """Return whether the next text is reasoning; None: the answer has none."""
         return self._parser.is_reasoning
 
     @property
     def reasoning(self) -> tuple[int, int]:
-        """Where reasoning is in the answer's text so far, with the marker that ends it."""
+        """(start, end) of reasoning in the answer's text so far, with its end marker."""
         return self._parser.reasoning
 
     @property
     def num_decided(self) -> int:
-        """Characters of the answer's text of which it is known what they are."""
+        """The characters of the answer's text that are already classified."""
         return self._parser.num_decided
 
     def contents(self, text: str) -> list[tuple[int, str]]:
@@ -64,11 +57,11 @@ class ForcedCallsParser:
         return []
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Parts that the text completes, in order."""
+        """Return the parts that the text completes, in order."""
         return self._taken(self._parser.feed(text))
 
     def finish(self, is_cut: bool = False) -> list[AnswerPart]:
-        """What was held back, at the answer's end; a call that max_tokens cut is content."""
+        """Return the held parts at the end; a cut call is content."""
         parts = self._taken(self._parser.finish(is_cut))
         rest = "".join(self._object)
         if self._number == self._num_earlier:
@@ -76,7 +69,6 @@ class ForcedCallsParser:
         return parts + ([AnswerPart(PartKind.CONTENT, rest)] if rest else [])
 
     def _taken(self, parts: list[AnswerPart]) -> list[AnswerPart]:
-        """The reasoning among the parts, and the calls that their content completes."""
         taken = [part for part in parts if part.kind is PartKind.REASONING]
         for text in (part.text for part in parts if part.kind is PartKind.CONTENT):
             begin, into = 0, self._object or self._skipped

@@ -1,8 +1,4 @@
-"""Tool calls that follow their schemas wherever the model makes one, as a structural tag.
-
-Enters: functions, and the form in which the model writes calls. Leaves: the tag's JSON, or an
-ApiError. Does not know: requests, grammars, tokens.
-"""
+"""Tool calls that follow their schemas wherever they are, as a structural tag."""
 
 from __future__ import annotations
 
@@ -21,19 +17,16 @@ from control_plane.frontend.text.constraint import FOR_PEOPLE, Schema, resolved
 
 _SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
 _SPACED = {"x-guidance": {"whitespace_flexible": False, **_SEPARATORS}}
-"""JSON as templates print the calls of earlier messages."""
+"""JSON in the spelling of templates for earlier calls."""
 _STRING_KEYS = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default"}
-"""What the schema of a string may say that is written as it stands; beside words for people."""
+"""Words in the schema of a bare string, besides those for people."""
 _ANY = "(?s:.*)"
 _MAX_WAYS = 1024
 """Most ways to write one value, such as elements of an enum."""
 
 
 def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
-    """The structural tag of text with calls of these functions, in this form of CALL_FORMS.
-
-    Raises ApiError.
-    """
+    """Return the structural tag of text with calls of these functions. Raises ApiError."""
     written = CALL_FORMS[form]
     begin = written.begins[0]
     structures = []
@@ -59,7 +52,7 @@ def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
 
 
 def _part(schema: Schema, name: str = "", end: str = "", never: Sequence[str] = ()) -> Any:
-    """The part of a structural tag for arguments of this schema; see call_forms.Value."""
+    """Return the part for arguments of this schema; see call_forms.Value."""
     if not name:
         return _SPACED | moved(schema, "#")
     try:
@@ -73,9 +66,9 @@ def _part(schema: Schema, name: str = "", end: str = "", never: Sequence[str] = 
 
 
 def _values(schema: Any, root: Schema, place: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Ways to write a value and its end: strings as they stand, the rest as JSON.
+    """Yield ways to write a value and its end: strings bare, the rest as JSON.
 
-    Raises ValueError for a string that cannot be held to its schema.
+    Raises ValueError for a string that cannot keep its schema.
     """
     schema = resolved(schema, root)
     types, end = types_of(schema, root), place["end"]
@@ -104,7 +97,7 @@ def _values(schema: Any, root: Schema, place: Mapping[str, Any]) -> Iterator[lis
 
 
 def _anchored(pattern: str) -> str:
-    """What is between ^ and $ in a pattern of the whole text. Raises ValueError for another one."""
+    """Raises ValueError for a pattern without ^ and $."""
     found = re.fullmatch(r"\^((?:[^\\^$|\[]|\\.|\[(?:[^\]\\]|\\.)*\])*)\$", pattern)
     if found is None:
         raise ValueError(f"has the pattern {pattern!r:.60}; it must be ^...$ without a choice")

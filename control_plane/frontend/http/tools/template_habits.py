@@ -1,7 +1,4 @@
-"""What a chat template makes of a conversation, seen in what it renders.
-
-Enters: a template. Leaves: its habits. Does not know: requests, tokens.
-"""
+"""The habits of a chat template, found by rendering short conversations."""
 
 from __future__ import annotations
 
@@ -35,23 +32,23 @@ _SHOWN = ("first-probe", "second-probe")
 
 @dataclass(frozen=True, slots=True)
 class TemplateHabits:
-    """How a template reads messages, and how it writes what stands in them."""
+    """The forms in which a template reads and writes messages."""
 
     call_form: str
-    """The form of CALL_FORMS that reads the calls which the template writes; empty: none does."""
+    """Form of CALL_FORMS for the calls that the template writes; empty: none fits."""
     no_content: str | None
     """The content of a message that has none."""
     takes_text: bool
-    """Whether it takes the arguments of a call as the text of JSON, and not as an object."""
+    """True: arguments of a call are given as JSON text, not as an object."""
     knows_developer: bool
-    """Whether it has a place for messages of the role developer."""
+    """True if it accepts messages of the role developer."""
     roles_with_parts: frozenset[str]
-    """Roles whose content it takes in parts."""
+    """Roles whose content it accepts in parts."""
 
 
 @lru_cache(maxsize=16)
 def habits_of(template: ChatTemplate) -> TemplateHabits:
-    """The template's habits. The first time it renders a few short conversations."""
+    """Return the template's habits, found by a few rendered conversations."""
     call_form, no_content, takes_text = next(_ways(template), ("", "", _needs_text(template)))
     developer = [{"role": "developer", "content": _SHOWN[0]}, _USER]
     return TemplateHabits(
@@ -64,9 +61,9 @@ def habits_of(template: ChatTemplate) -> TemplateHabits:
 
 
 def _ways(template: ChatTemplate) -> Iterator[tuple[str, str | None, bool]]:
-    """Ways to give the template a call so that what it writes is read as that call.
+    """Yield ways to give the template a call so that its text is read as that call.
 
-    Each is (form, content of the message, whether the arguments are a text), the usual ones first.
+    Each is (form, content of the message, True if the arguments are a text).
     """
     for takes_text, no_content in product((False, True), ("", None)):
         text = _rendered(template, _with_call(no_content, takes_text))
@@ -81,7 +78,7 @@ def _ways(template: ChatTemplate) -> Iterator[tuple[str, str | None, bool]]:
 
 
 def _needs_text(template: ChatTemplate) -> bool:
-    """Whether a template whose form is not known refuses an object, or prints it as Python does."""
+    """Return whether a template of unknown form needs arguments as text."""
     text = _rendered(template, _with_call("", False))
     return (not text or str(_ARGUMENTS) in text) and bool(_rendered(template, _with_call("", True)))
 
@@ -113,7 +110,7 @@ def _takes_parts(template: ChatTemplate, role: str, takes_text: bool) -> bool:
 
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
-    """The text; empty if the template refuses the messages."""
+    """Empty if the template refuses the messages."""
     try:
         return template.render(messages, tools=[_TOOL])
     except ValueError:

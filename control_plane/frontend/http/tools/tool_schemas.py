@@ -1,8 +1,4 @@
-"""JSON schemas of functions: their parameters, moved into another schema, and the types they allow.
-
-Enters: a function of the request. Leaves: schemas, and names of JSON types. Does not know: forms of
-calls, requests, grammars.
-"""
+"""JSON schemas of functions' parameters, and the types that they allow."""
 
 from __future__ import annotations
 
@@ -20,17 +16,14 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array"
 
 
 def parameters_of(function: Mapping[str, Any]) -> Schema:
-    """The schema of the function's arguments. A function that names no parameter takes none."""
+    """Return the schema of the function's arguments; none without parameters."""
     schema: Schema = function.get("parameters") or NOTHING
     words = set(schema) - FOR_PEOPLE - {"type", "properties", "required"}
     return NOTHING if schema.get("properties") == {} and not words else schema
 
 
 def moved(schema: Schema, place: str) -> Schema:
-    """The schema with references to itself as they are if it stands at `place` of another one.
-
-    place: a JSON pointer, such as "#/$defs/f"; "#": nothing moves.
-    """
+    """Move a schema with its references to the JSON pointer `place` of another one."""
     own = str(schema.get("$id", "")).removesuffix("#")
     copy: Schema = json.loads(json.dumps({k: each for k, each in schema.items() if k != "$id"}))
     for part, is_own in parts_of(copy):
@@ -42,7 +35,7 @@ def moved(schema: Schema, place: str) -> Schema:
 
 
 def property_of(parameters: Schema, name: str) -> Any:
-    """The schema of one argument; None if the parameters say nothing of it."""
+    """Return the schema of one argument; None if it has none."""
     whole = resolved(parameters, parameters)
     properties = whole.get("properties") if isinstance(whole, dict) else None
     if isinstance(properties, dict) and name in properties:
@@ -51,7 +44,7 @@ def property_of(parameters: Schema, name: str) -> Any:
 
 
 def knows(parameters: Schema, name: str) -> bool:
-    """Whether an argument may have the name. True if the parameters name none."""
+    """Return whether an argument may have the name."""
     whole = resolved(parameters, parameters)
     names = whole.get("properties") if isinstance(whole, dict) else None
     return not names or property_of(parameters, name) not in (None, False)
@@ -60,7 +53,7 @@ def knows(parameters: Schema, name: str) -> bool:
 def types_of(
     schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None
 ) -> frozenset[str]:
-    """The JSON types that the schema allows, as far as it says; numbers are integers too.
+    """Return the JSON types that the schema allows; numbers include integers.
 
     known: those of schemas within it, so that each is visited once.
     """
@@ -94,7 +87,7 @@ _TYPES = {type(None): "null", bool: "boolean", int: "integer", str: "string", li
 
 
 def type_of(value: Any) -> str:
-    """The JSON type of a value; a number without a fraction is an integer."""
+    """Return the JSON type of a value; 2.0 is an integer."""
     if isinstance(value, float):
         return "integer" if value.is_integer() else "number"
     return _TYPES.get(type(value), "object")
