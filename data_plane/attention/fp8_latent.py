@@ -16,10 +16,7 @@ _FP8_MAX = torch.finfo(_FP8).max
 
 
 def quantise(kv: Tensor, rank: int) -> Tensor:
-    """Pack latent KV [..., R + P] of any float dtype into [..., W] uint8.
-
-    Each group's largest value becomes e4m3's largest.
-    """
+    """Pack latent KV [..., R + P] of any float dtype into [..., W] uint8."""
     grouped = kv[..., :rank].float().reshape(*kv.shape[:-1], NUM_SCALES, -1)
     # The bound keeps a group of zeros from dividing by 0; its scale may be anything.
     scale = (grouped.abs().amax(dim=-1) / _FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)

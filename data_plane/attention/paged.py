@@ -17,8 +17,8 @@ class Attention(Protocol):
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> Any:
         """Prepare a step's page table for `run`; it holds until frames or lengths change.
 
-        frame_AP: [A, P] int32, each row's frames by page. length_A: [A] int32, local tokens.
-        num_queries: adjacent rows with the same frames, which a backend may read once.
+        frame_AP: [A, P] int32, by page. length_A: [A] int32, local tokens. num_queries: adjacent
+        rows with the same frames, which a backend may read once.
         """
 
     def run(

@@ -74,8 +74,8 @@ def decode_kernel(
 
     num_heads: of all QUERIES of a row, query by query. Operands have the queries' dtype, sums are
     fp32. The frame after a row's last token is read too, with weight 0 (FramePool keeps it finite).
-    value_ptr, scale_ptr, k_rope_ptr: views of the frames, STRIDE values or ROPE_STRIDE numbers of a
-    key apart. SCALES: of a token in e4m3 (fp8_latent.py).
+    The other pointers are views of the frames, STRIDE values or ROPE_STRIDE numbers of a key apart.
+    SCALES: of a token in e4m3 (fp8_latent.py).
     """
     DOT: tl.constexpr = q_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = PAGE // BLOCK_T

@@ -78,9 +78,9 @@ def plan_kernel(
     PAGE: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
-    """Program p of num_parts + 1: write begin[p] = (row, page).
+    """Program p of num_parts + 1: write begin[p] = (row, page); a row has ROW_COST + its pages.
 
-    Program 0 also writes (first part, parts) of every row. A row's length is ROW_COST + its pages.
+    Program 0 also writes (first part, parts) of every row.
     """
     part = tl.program_id(0)
     row = tl.arange(0, BLOCK_A)

@@ -73,10 +73,7 @@ class BucketTable:
     def lookup(
         self, num_rows: int, num_received: int, width: int = 1, has_links: bool = True
     ) -> Bucket:
-        """Return the smallest bucket that holds the shape, which is within the bounds.
-
-        has_links: rows are sent or received.
-        """
+        """Return the smallest bucket that holds the shape, which is within the bounds."""
         width = width if width in self._sizes else 1
         rows, received = self._sizes[width]
         assert num_rows <= rows[-1] and num_received <= received[-1], (num_rows, num_received)

@@ -46,10 +46,7 @@ class CudaGraphs:
     def __init__(
         self, pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
     ) -> None:
-        """pool, run: of lane 0. beside: of the other lanes. draft: runs the MTP layer.
-
-        Only steps of one lane draft.
-        """
+        """pool, run: of lane 0. beside: of the other lanes. draft: runs the MTP layer."""
         self._lanes, self._draft = ((pool, run), *beside), draft
         self._device = pool.device
         self._stream, *self._side_streams = (

@@ -67,8 +67,7 @@ class GraphEngine:
     def stage(self, window: int, width: int = 1) -> StepTables:
         """Return the staging tables of this window, to be filled before its first `replay`.
 
-        width: step rows of each row, side by side, with the same pages. Tables alternate by parity:
-        the last window may still read the others.
+        width: step rows of each row, side by side. The last window may still read the other tables.
         """
         self._window, self._width = window, width
         self._is_staged = True

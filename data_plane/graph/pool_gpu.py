@@ -1,7 +1,7 @@
 """The pool on a GPU: tables and row state on the device, sliced by bucket as in pool_cpu.py.
 
-`upload` copies a window's tables from pinned memory while the last window runs; a captured kernel
-of the first replay makes them live. (The paper's section 5.2.) Legend: pool_cpu.py's.
+`upload` copies a window's tables while the last window runs; a captured kernel makes them live.
+(The paper's section 5.2.) Legend: pool_cpu.py's.
 """
 
 from __future__ import annotations
@@ -222,10 +222,7 @@ class GpuPool:
         self._to_adopt = parity
 
     def start(self, by_host: bool = False) -> None:
-        """Copy the next step's start to the device; the step before must have ended.
-
-        by_host: as of GpuContext.
-        """
+        """Copy the next step's start to the device; the step before must have ended."""
         self._by_host[0] = by_host
         self._parity[0] = self._to_adopt
         self._to_adopt = _NOTHING_STAGED

@@ -24,10 +24,7 @@ Guess = Callable[[Sequence[Row], Tensor], Sequence[int | None]]
 
 @inference_mode()
 def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: Guess) -> None:
-    """Draft the window's rows for the next step; guess makes drafts from logits.
-
-    Raises what a wait of the exchange raises.
-    """
+    """Draft the window's rows by guess; raises what a wait of the exchange raises."""
     used = [lanes[lane.number] for lane in window.lanes]
     last = [
         _at_known_tokens(lane, of.engine.rows, window.width)

@@ -32,10 +32,7 @@ class WindowLane(NamedTuple):
 def window_lanes(
     table: InstanceTable, rows: Sequence[Row], two_lanes: bool
 ) -> tuple[WindowLane, ...]:
-    """Return each lane of a window. rows: of the table, in its order.
-
-    With one lane, lane 0 has all rows and links.
-    """
+    """Return each lane of a window. rows: of the table, in its order."""
     if not two_lanes:
         return (WindowLane(0, [*rows], table.q_route, table.res_route),)
     lanes, begin = [], 0

@@ -58,10 +58,9 @@ def sample(
 def sample_drafts(
     rows: Sequence[Row], logits_BV: Tensor, masks: GrammarMasks | None, draw: Draw
 ) -> list[int | None]:
-    """Return each row's next draft as the sampler would draw it from these logits.
+    """Return each row's next draft as the sampler would draw it; None: its grammar breaks off.
 
-    A race uses the same clocks; other rows take the most likely token. None: the row's grammar
-    breaks off at its drafts.
+    A race uses the same clocks; other rows take the most likely token.
     """
     constrained = [index for index, row in enumerate(rows) if row.params.constraint]
     allowed, broken = None, set[int]()

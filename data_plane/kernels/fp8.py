@@ -20,10 +20,7 @@ _TMA_SCALES = 4
 
 @triton.jit
 def divided(x, LEAST: tl.constexpr):
-    """Divide blocks of numbers [blocks, columns] by their scales: (quotients, scales [blocks]).
-
-    A block's largest number becomes e4m3's; no scale is below LEAST.
-    """
+    """Divide blocks of numbers [blocks, columns] by their scales: (quotients, scales [blocks])."""
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), 448.0), LEAST)
     return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), scale
 

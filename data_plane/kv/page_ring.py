@@ -145,7 +145,7 @@ class PageRing:
     def arrived(self) -> Iterator[ArrivedPage]:
         """Yield the pages that are here now, in order, without blocking.
 
-        A page's place becomes free when the next page is asked for; a break keeps the last page.
+        A page's place becomes free when the next page is asked for.
         """
         assert self._places is not None, "the ring is closed"
         places = self._places
@@ -160,10 +160,7 @@ class PageRing:
             self._segment.publish(places.consumed, index + 1)
 
     def wait(self, timeout_ms: float) -> bool:
-        """Block until a page arrives that no earlier `wait` has reported.
-
-        Returns False after the timeout or a `close`.
-        """
+        """Block until a page arrives that no earlier `wait` has reported."""
         places = self._places
         if places is None:
             return False
@@ -315,10 +312,7 @@ def prefill_rings(
     page_bytes: int,
     num_layers: int,
 ) -> tuple[PageRing, ...]:
-    """Make an instance's rings, one for each writer of the prefill; none with synthetic KV.
-
-    num_layers: parts of a page that stages share.
-    """
+    """Make an instance's rings, one for each writer of the prefill; none with synthetic KV."""
     place_bytes = page_bytes // num_layers * even_split(num_layers, prefill.stages)[0]
     return tuple(
         PageRing.create(

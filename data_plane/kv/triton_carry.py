@@ -28,9 +28,8 @@ def step_states(
 ) -> Tensor:
     """Run one token of each row; returns heads' outputs, gated, [B, H, V]: 0 for a dead row.
 
-    A dead row's state is neither read nor written. error: the exchange's error word. Once it is
-    set, as by a state of another position, nothing is folded or recorded, and outputs are
-    worthless.
+    error: the exchange's error word. Once it is set, as by a state of another position, nothing is
+    folded or recorded, and outputs are worthless.
     """
     channels_BC, gate, decay, beta = config.projections(x_BX, weights)
     out_BHV = x_BX.new_empty(len(x_BX), config.num_heads, config.value_dim)

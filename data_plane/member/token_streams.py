@@ -62,8 +62,7 @@ class TokenStreams:
     def send(self, tokens: Sequence[Token]) -> set[int]:
         """Queue a step's tokens (or none), each for its front end. Never blocks, never raises.
 
-        Returns the requests that may have lost tokens, as a front end is too slow or its stream
-        broke.
+        Returns the requests that may have lost tokens.
         """
         self._lost.update(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
@@ -82,10 +81,7 @@ class TokenStreams:
     def prompt_logprobs(
         self, request_id: int, num_top: int, front_end: str, lost: Callable[[str], None]
     ) -> PromptLogprobs:
-        """Return a prompt's sink of log probabilities, which go to the front end; never blocks.
-
-        lost: called with the reason of a failure.
-        """
+        """Return a prompt's sink of log probabilities, which go to the front end; never blocks."""
         first = 1
 
         def report(logprobs: Sequence[TokenLogprobs]) -> None:

@@ -42,10 +42,7 @@ class Fields:
         return Fields(self._raw, self.where, defaults)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Read a field; the default if it is absent or null.
-
-        Null counts for _NULL_SAYS_NONE.
-        """
+        """Read a field; the default if it is absent or null."""
         value = self._given(name)
         if value is None and not (name in self._raw and name in _NULL_SAYS_NONE):
             value = self._defaults.get(name)

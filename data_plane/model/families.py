@@ -375,7 +375,7 @@ _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     **dict.fromkeys((*LIMITS, "swiglu_limit", "swiglu_limits"), (None,)),
 }
-"""As Family.supported, in every family that does not say otherwise."""
+"""Field -> its allowed values in every family that does not say otherwise."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> Fields:

@@ -124,10 +124,7 @@ def _is_quantised(name: str) -> bool:
 
 
 def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a weight into (FP8 values, fp32 scale of every block).
-
-    A block's largest value becomes FP8's largest.
-    """
+    """Split a weight into (FP8 values, fp32 scale of every block)."""
     scale = (
         F.max_pool2d(weight.float().abs()[None], _BLOCK, ceil_mode=True)[0]
         / torch.finfo(torch.float8_e4m3fn).max

@@ -249,10 +249,7 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]
 
 
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make zeros in a mapping of their own, for passing values; no dimension may be 0.
-
-    The mapping returns to the system; holes in the heap would stay.
-    """
+    """Make zeros in a mapping of their own, for passing values; no dimension may be 0."""
     import torch
 
     count = math.prod(shape)

@@ -17,10 +17,7 @@ _ALIGNMENT = 64
 
 
 class NativeLinear:
-    """A linear layer, x [rows, in] -> x W^T [rows, out], with the kernels' layout of W.
-
-    It replaces model.linear.Linear.
-    """
+    """A linear layer, x [rows, in] -> x W^T [rows, out], with the kernels' layout of W."""
 
     __slots__ = ("_call", "packed", "shape")
 

@@ -24,10 +24,7 @@ _CLOSED = -1
 
 
 def receive_puts(connection: socket.socket, memory: mmap.mmap, data_offset: int) -> int:
-    """Receive as fast as this machine can; a Receiver.
-
-    It is compiled when the first peer comes by TCP.
-    """
+    """Receive as fast as this machine can; a Receiver."""
     return fastest_receiver()(connection, memory, data_offset)
 
 

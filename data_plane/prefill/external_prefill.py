@@ -1,7 +1,7 @@
 """The prefill without a model: engines compute the prompts, and write the pages themselves.
 
 An attempt ends when the controller reports the pages' arrival, or at its deadline. The next has the
-same ticket: its pages hold the same tokens' KV, and a receiver takes each once.
+same ticket: its pages hold the same KV, and a receiver takes each once.
 """
 
 from __future__ import annotations

@@ -56,10 +56,7 @@ def begin_state(
 
 
 def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:
-    """Return a page, or some layers of it, as instances keep it: uint8.
-
-    fp8_rank: the model's kv_lora_rank if that is FP8.
-    """
+    """Return a page, or some layers of it, as instances keep it: uint8."""
     kept = kv_LSW if fp8_rank is None else quantise(kv_LSW, fp8_rank)
     payload: np.ndarray = kept.contiguous().view(torch.uint8).numpy()
     return payload

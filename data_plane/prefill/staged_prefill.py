@@ -104,10 +104,7 @@ class StagedPrefillLoop(TicketLoop):
         limit_ms: float,
         all_loaded: Callable[[], None],
     ) -> None:
-        """limit_ms: longest time of the stages for a pass.
-
-        all_loaded: starts the heartbeat once every stage has loaded: loading may block threads.
-        """
+        """limit_ms: longest time of the stages for a pass."""
         super().__init__(link)
         self._all_loaded = all_loaded
         self._scheduler = scheduler

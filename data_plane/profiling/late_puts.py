@@ -36,10 +36,7 @@ def let_others_in() -> None:
 
 
 class LateExchange(ShmExchange):
-    """An end of the exchange that publishes each put, in order, after the time of a link.
-
-    Latency and rate change only while no put is on its way.
-    """
+    """An end of the exchange that publishes each put, in order, after the time of a link."""
 
     late_s = 0.0
     ns_per_byte = 0.0

@@ -11,7 +11,7 @@ from data_plane.step.probe import Phase
 
 
 class PhaseTimes(NamedTuple):
-    """Microseconds of one step's phases (step.probe.Phase), as the mean of its layers."""
+    """Microseconds of one step's phases (step.probe.Phase)."""
 
     attention_us: float
     """Mean of all layers."""

@@ -21,10 +21,7 @@ from nanocp.logs import configure
 
 
 def run_member(spec: MemberSpec, make: Make | None = None) -> None:
-    """Run the spec's member until the controller asks for a shutdown.
-
-    make: makes the instance, in a process that was a spare.
-    """
+    """Run the spec's member until the controller asks for a shutdown."""
     # Segments of members that were killed: no other process may look on this machine.
     sweep_stale()
     try:

@@ -46,10 +46,7 @@ class Verdict:
 def _attention(
     module: Any, query: Any, key: Any, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[Any, None]:
-    """Run `transformers`' sdpa, with values padded to the width of the keys.
-
-    torch's kernel needs equal widths, which MLA does not have.
-    """
+    """Run `transformers`' sdpa, with values padded to the width of the keys."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     width = value.shape[-1]
@@ -61,8 +58,8 @@ def _attention(
 def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
     """Load the reference model, with repairs for published folders.
 
-    `transformers` wants a float for Ling's -5, does not know Kimi-K2, whose rules are
-    DeepSeek-V3's, and de-quantises FP8 in other blocks.
+    `transformers` wants a float for Ling's -5, does not know Kimi-K2, and de-quantises FP8 in other
+    blocks.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

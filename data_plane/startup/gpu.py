@@ -267,10 +267,7 @@ class _NvshmemMeeting(_Meeting):
 
 
 class _DeepEpMeeting(_Meeting):
-    """Begins the only term of instances with DeepEP, and opens DeepEP's buffers.
-
-    DeepEP needs all instances in a group of torch, also while graphs are prepared.
-    """
+    """Begins the only term of instances with DeepEP, and opens DeepEP's buffers."""
 
     def __init__(
         self,

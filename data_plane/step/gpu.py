@@ -166,10 +166,7 @@ class GpuStep:
     def _layers(
         self, context: GpuContext, x_BX: Tensor, normed_BX: Tensor, layers: range, norm_X: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Run layers over hidden rows: (the rows, the rows normed by norm_X).
-
-        normed_BX: the rows, normed for the first layer.
-        """
+        """Run layers over hidden rows: (the rows, the rows normed by norm_X)."""
         weights, eps, has_links = self._weights, self._model.norm_eps, context.has_links
         # The norm behind each layer's MLP.
         norms = [*(weights.layers[index].input_norm for index in layers[1:]), norm_X]
@@ -223,10 +220,7 @@ class GpuStep:
         return self.logits_of(rows)
 
     def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
-        """Return the token of the highest logit of each step row: of the step, then of each turn.
-
-        It holds while the host set up no turn.
-        """
+        """Return each step row's highest-logit token: of the step, then of each turn."""
         ids: list[list[int]] = self._ids[: 1 + num_turns, :num_rows].tolist()
         return ids
 

@@ -41,10 +41,7 @@ class AttentionRows(Protocol):
         self, place: int, layer: LayerWeights, normed_BX: Tensor, position_B: Tensor,
         slot_B: Tensor, keeps_kv: bool,
     ) -> StartedRows:  # fmt: skip
-        """Project normed rows, and append their KV to the slots of frames' layer `place`.
-
-        keeps_kv: peers take the KV too.
-        """
+        """Project normed rows, and append their KV to the slots of frames' layer `place`."""
 
     def append(self, place: int, slot_A: Tensor, kv_AW: Tensor) -> None:
         """Append peers' KV."""

@@ -57,10 +57,7 @@ class Awaited(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Addresses of two u64, each epoch + 1 once the region of the epoch was put.
-
-    The writer then wakes sleepers on the low 32 bits.
-    """
+    """Addresses of two u64, each epoch + 1 once the region of the epoch was put."""
 
     outgoing: int | None
     """None: only `put` can raise it."""
@@ -164,10 +161,7 @@ class TermOver(Exception):
 
 
 class ExchangeError(RuntimeError):
-    """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError.
-
-    peer: the instance that was awaited, if any.
-    """
+    """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError."""
 
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
@@ -220,7 +214,7 @@ class Exchange(Protocol):
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
         """Publish the region, which is visible before its flag.
 
-        num_rows: the rows that must arrive, of each field that has more than one; None: all.
+        num_rows: rows that must arrive of fields with more than one; None: all.
         """
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:

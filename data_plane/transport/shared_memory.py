@@ -192,10 +192,7 @@ def _allocate(fd: int, name: str, num_bytes: int) -> None:
 
 
 def obstacle_to_more(cluster_id: str, num_instances: int) -> str:
-    """Return why this machine has no room for this number of further instances, or an empty string.
-
-    Each needs as much as a present one; without one nothing is known.
-    """
+    """Return why this machine has no room for this number of further instances; else empty."""
     sizes: Counter[tuple[str, str]] = Counter()
     for match in filter(None, map(_NAME.fullmatch, os.listdir(DIRECTORY))):
         if match["cluster_id"] == cluster_id:
@@ -344,10 +341,7 @@ def sweep_stale(cluster_prefix: str = "") -> list[str]:
 
 
 def unlink_cluster(cluster_id: str) -> list[str]:
-    """Remove every segment of the cluster, also of living owners; returns the names.
-
-    Mappings stay valid.
-    """
+    """Remove every segment of the cluster, also of living owners; returns the names."""
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [match[0] for match in matches if match and match["cluster_id"] == cluster_id]
     return [name for name in names if _unlink(name)]
@@ -366,10 +360,7 @@ def _unlink(name: str) -> bool:
 
 
 def _unlink_if_dead(name: str) -> bool:
-    """Remove a dead owner's segment; True if the name is free now.
-
-    Another user's segment stays.
-    """
+    """Remove a dead owner's segment; True if the name is free now."""
     try:
         fd = os.open(DIRECTORY / name, os.O_RDWR)
     except FileNotFoundError:

@@ -106,8 +106,7 @@ class ShmExchange(Exchange):
     ) -> ShmExchange:
         """Make this instance's segment, into which all others will put.
 
-        Raises ValueError if this is not Linux on x86-64, /dev/shm is too small, or the instance
-        exists.
+        Raises ValueError on another platform, if /dev/shm is too small, or the instance exists.
         """
         if not 0 <= instance < num_instances:
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")

@@ -369,7 +369,7 @@ class Service:
                     answer_seats,
                     self.want_seats,
                     self.undo_seats,
-                    self.launcher.end_spares,
+                    lambda: self.launcher.end_spares(),
                     lambda: (self._config.cluster.num_instances, self.num_ready_spares),
                 ),
                 LAYOUT_PATH: partial(answer_layout, self.want_layout),

@@ -120,8 +120,8 @@ class GqaConfig:
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
         """Return the elements of a row on Q-route, and of a head on Res-route.
 
-        latent: the normed hidden row goes out. absorbed: every head's query does. Values return;
-        for Qwen3-235B-A22B in bf16 a row and layer costs 24,832 bytes or 33,024.
+        latent: the normed hidden row goes out. absorbed: every head's query. Values return; for
+        Qwen3-235B-A22B in bf16 24,832 bytes a row and layer, or 33,024.
         """
         return self.hidden_size if wire_form == "latent" else self._heads_width, self.head_dim
 

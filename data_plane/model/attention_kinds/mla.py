@@ -113,9 +113,9 @@ class MlaConfig:
     def wire_widths(self, wire_form: str) -> tuple[int, int]:
         """Return the elements of a row on Q-route, and of a head on Res-route.
 
-        latent: the normed q latent goes out, values return; 36,352 bytes a row and layer at
-        DeepSeek-V3's widths in bf16. absorbed, the paper's form: every head's absorbed q and
-        latent-space outputs; 279,040 bytes.
+        latent: q latents go out, values return; 36,352 bytes a row and layer at DeepSeek-V3's
+        widths in bf16. absorbed, the paper's form: every head's absorbed q and latent-space
+        outputs; 279,040 bytes.
         """
         if wire_form == "latent":
             return self.q_latent_dim, self.value_dim

@@ -24,10 +24,7 @@ _BLOCK_ROWS = tl.constexpr(64)
 
 @triton.jit
 def gate_task(task, state, rows, weights, num_rows, S: tl.constexpr):
-    """Compute a tile of the gate's product over a piece of its depth, in fp32.
-
-    The last tile of a row block publishes the choices of its rows.
-    """
+    """Compute a tile of the gate's product over a piece of its depth, in fp32."""
     M: tl.constexpr = S.gate_m
     N: tl.constexpr = S.gate_n
     X: tl.constexpr = S.hidden
@@ -67,10 +64,7 @@ def gate_task(task, state, rows, weights, num_rows, S: tl.constexpr):
 
 @triton.jit
 def best_of(value, is_left, number):
-    """Find the highest of the values left, of equal ones the first: (value, its number).
-
-    The number is one of those left even if values are NaN.
-    """
+    """Find the highest of the values left, of equal ones the first: (value, its number)."""
     highest = tl.max(tl.where(is_left, value, float("-inf")), 0)
     is_lower = (value < highest) | (is_left == 0)
     return highest, tl.min(tl.where(is_lower, 2147483647, number), 0)
@@ -101,10 +95,7 @@ def in_best_groups(choice, expert, is_expert, S: tl.constexpr):
 
 @triton.jit
 def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
-    """Choose a row's experts and their weights, as gate.gate does; ties go to the lowest number.
-
-    The last row publishes the routes.
-    """
+    """Choose a row's experts and their weights, as gate.gate does; ties go to the lowest number."""
     G: tl.constexpr = S.num_experts
     row = item * S.gate_m + task
     expert = tl.arange(0, S.pad_g)

@@ -1,9 +1,8 @@
 """The persistent kernel of a fused MoE layer: all of it in one launch.
 
 A program without a task takes the lock and sweeps: it takes in the peers' rows, as one wave that
-reads an expert's weights once, and publishes runnable tasks. A launch may end between two tasks,
-and another go on. The last program to leave clears a complete epoch's counters, then counts the
-epoch.
+reads an expert's weights once, and publishes runnable tasks. Another launch may go on between two
+tasks. The last program to leave clears a complete epoch's counters.
 """
 
 from __future__ import annotations

@@ -81,10 +81,7 @@ def tiles_for(dtype: torch.dtype, is_fp8: bool) -> FusedTiles:
 
 
 def fused_obstacle(properties: Any, dtype: torch.dtype, expert_backend: str, num_nodes: int) -> str:
-    """Return why a fused MoE layer cannot run; empty if it can.
-
-    properties: torch's of the GPU.
-    """
+    """Return why a fused MoE layer cannot run; empty if it can."""
     if num_nodes > 1:
         return f"its kernel writes to the GPUs of one node, and the cluster has {num_nodes}"
     if expert_backend not in ("auto", "triton"):
@@ -219,10 +216,7 @@ class FusedMoe:
         )  # fmt: skip
 
     def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[None, None, None]:
-        """Launch until the epoch is complete; yield where the other instances must launch too.
-
-        GpuExchange.check raises for a peer that is missing in the last turn.
-        """
+        """Launch until the epoch is complete; yield where the other instances must launch too."""
         before, max_idle = int(self.epoch), _TURN_NS if self.shape.is_card else 1
         for turn in range(_TURNS):
             if turn:

@@ -106,10 +106,7 @@ def multiply(
 
 @triton.jit
 def inner_task(item, task, state, rows, weights, own, epoch, S: tl.constexpr):
-    """Compute a tile of silu(gate) * up of an expert's rows in one wave, or of a shared expert's.
-
-    The last column tile of a row block publishes the block's outputs.
-    """
+    """Compute a tile of silu(gate) * up of an expert's rows in one wave, or a shared expert's."""
     M: tl.constexpr = S.block_m
     N: tl.constexpr = S.block_n
     X: tl.constexpr = S.hidden
@@ -159,10 +156,7 @@ def inner_task(item, task, state, rows, weights, own, epoch, S: tl.constexpr):
 
 @triton.jit
 def output_task(item, task, state, weights, own, epoch, S: tl.constexpr):
-    """Compute a tile of the outputs of a row block with complete inner values.
-
-    A source's last pair publishes the return to it.
-    """
+    """Compute a tile of the outputs of a row block with complete inner values."""
     M: tl.constexpr = S.block_m
     N: tl.constexpr = S.block_n
     X: tl.constexpr = S.hidden

@@ -1,7 +1,7 @@
 """MoE layers on a GPU, for captured steps: no count ever reaches the host.
 
-Every instance puts to every one, also no rows; one that is alone puts nothing. The CPU's sibling is
-all_to_all_cpu.py, whose legend holds.
+Every instance puts to every one, also no rows. The CPU's sibling, with the legend, is
+all_to_all_cpu.py.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ class GpuAllToAll(Protocol):
     def combine(
         self, dispatched: Any, x_BX: Tensor, shared_BX: Tensor | None, norm_X: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Add to x_BX the weighted sum of each row over its experts, and shared_BX if there is one.
-
-        Returns (the rows in the dtype of x, the same normed by norm_X).
-        """
+        """Return (x_BX plus each row's weighted experts and shared_BX, that normed by norm_X)."""
 
 
 def gated_rows(x_BX: Tensor, mlp: MlpWeights) -> Tensor:

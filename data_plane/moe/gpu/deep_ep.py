@@ -1,8 +1,7 @@
 """Dispatch and combine by DeepEP's low-latency kernels (V1), an all_to_all_gpu.GpuAllToAll.
 
 Public signatures: tests/harness/gpu_stand_ins/published_packages.py. The host turns the buffers'
-parity at every call, so a graph captures whole pairs of dispatch and combine. A call sends, its
-hook receives.
+parity at every call, so a graph captures whole pairs of them. A call sends, its hook receives.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ class DeepEpExchange(LowLatencyExchange):
         max_rows: int,
         package: Any = None,
     ) -> DeepEpExchange:
-        """Allocate the buffer, together with every instance, before any capture.
-
-        group: of torch.distributed. package: deep_ep or a stand-in.
-        """
+        """Allocate the buffer, together with every instance, before any capture."""
         buffer_class = (package or import_module("deep_ep")).Buffer
         num_bytes = buffer_class.get_low_latency_rdma_size_hint(
             max_rows, hidden_size, num_instances, num_experts
@@ -161,10 +157,7 @@ def rows_obstacle(
     per_token: tuple[int, int],
     num_rows: int,
 ) -> str:
-    """Return why low-latency kernels cannot carry such rows; empty if they can.
-
-    hidden_sizes: the compiled ones. per_token: experts of a row, and their maximum.
-    """
+    """Return why low-latency kernels cannot carry such rows; empty if they can."""
     if dtype != torch.bfloat16:
         return f"it carries bfloat16, not {dtype}"
     if hidden_size not in hidden_sizes:

@@ -42,7 +42,7 @@ def scores_kernel(
 ):  # fmt: skip
     """Program (expert tile, row tile, part): scores of a piece of the depth, [parts, B, E] fp32.
 
-    IS_SPLIT: rows are bf16, and weights enter as three bf16 numbers each.
+    IS_SPLIT: rows are bf16.
     """
     part = tl.program_id(2)
     expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -93,10 +93,7 @@ def choose_kernel(
     IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program b: choose row b's experts and their weights, as gate.gate does.
-
-    Ties go to the lowest number.
-    """
+    """Program b: choose row b's experts and their weights, as gate.gate does."""
     row = tl.program_id(0)
     IN_GROUP: tl.constexpr = E // G
     group, place = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P)

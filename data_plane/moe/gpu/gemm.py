@@ -23,10 +23,7 @@ _LEAST_PROGRAMS = 16
 
 
 class GemmTiles(NamedTuple):
-    """The cut of a product: rows and columns of a tile, warps and stages of a program.
-
-    64 rows are the least that wgmma takes.
-    """
+    """The cut of a product: rows and columns of a tile, warps and stages of a program."""
 
     rows: int
     columns: int

@@ -1,7 +1,7 @@
 """The experts of one instance on a GPU: grouped GEMMs over rows laid out by expert.
 
 The layout is [E, S, X] and a count for each expert, also of DeepEP and DeepGEMM; slots after a
-count are neither read nor written, and no shape depends on it. The CPU's sibling is experts.py.
+count are neither read nor written. The CPU's sibling is experts.py.
 
 Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N
 columns.

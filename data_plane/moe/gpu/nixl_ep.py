@@ -52,10 +52,7 @@ class NixlEpExchange(LowLatencyExchange):
         device: torch.device,
         package: Any = None,
     ) -> None:
-        """Allocate the buffer, before any capture; alone until begin_term.
-
-        package: nixl_ep or a stand-in.
-        """
+        """Allocate the buffer, before any capture; alone until begin_term."""
         num_instances, num_experts = cluster.num_instances, model.num_experts
         max_rows = cluster.bounds.max_rows
         self._term, self._instance = segments.term, instance

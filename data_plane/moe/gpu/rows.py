@@ -19,7 +19,7 @@ def target_kernel(
     """Program n: find the live rows that have an expert at instance n, ascending.
 
     seat_ptr [num_experts] int64: each expert's instance. Writes int32 count [N], row [N, slots] and
-    slot [N, B], -1 for a row that does not go there.
+    slot [N, B], -1 for other rows.
     """
     target = tl.program_id(0)
     row, k = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K)

@@ -29,10 +29,7 @@ class PagedKv:
         self._payload = payload
 
     def read(self, blocks: Sequence[int], page: int, num_tokens: int, num_layers: int) -> Any:
-        """Return the payload of a page; tokens after num_tokens and absent layers are zero.
-
-        blocks: the request's, from position 0 on.
-        """
+        """Return the payload of a page; tokens after num_tokens and absent layers are zero."""
         first, size = page * PAGE_SIZE, self._block_size
         end = first + num_tokens
         here = list(blocks[first // size : -(-end // size)])

@@ -75,10 +75,7 @@ class PageSender:
             pass
 
     def finished(self, request_ids: Iterable[str], timeout_s: float = 0.0) -> set[str]:
-        """Take ended requests; return, once each, those whose blocks are no longer needed.
-
-        timeout_s: longest wait for the first.
-        """
+        """Take ended requests; return, once each, those whose blocks are no longer needed."""
         with self._changed:
             self._ended.update(self._known.intersection(request_ids))
             self._changed.wait_for(lambda: not self._ended or bool(self._unneeded()), timeout_s)

@@ -25,8 +25,8 @@ def heads(
 ) -> tuple[Tensor, Tensor]:
     """Return the layer's keys and values, each [B, S, G, E], where several axes may be S or E.
 
-    kernel: vLLM's attention on a CPU; None: on a GPU, where a head's key and value are side by
-    side. Raises ValueError for another shape or kernel.
+    kernel: vLLM's attention on a CPU; None: on a GPU. Raises ValueError for another shape or
+    kernel.
     """
     if kv.dim() != 4 or kv.shape[1] != num_heads or kv.shape[3] != 2 * head_dim:
         raise ValueError(

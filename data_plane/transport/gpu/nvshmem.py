@@ -213,10 +213,7 @@ class NvshmemMemory:
 
 
 def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.environ) -> Nvshmem:
-    """Load NVSHMEM's host library, which will meet its peers over this member's network.
-
-    address: host:port of this member, as peers know it.
-    """
+    """Load NVSHMEM's host library, which will meet its peers over this member's network."""
     host = address.rpartition(":")[0].strip("[]")
     names = (
         name
@@ -239,11 +236,7 @@ def nvshmem_obstacle(
     environment: Mapping[str, str] = os.environ,
     devices: Path = _DEVICES,
 ) -> str:
-    """Return why NVSHMEM cannot serve here; empty if it may. It would end the process.
-
-    orders_writes: CudaRuntime.orders_writes. devices: the folder in which Linux lists network
-    cards.
-    """
+    """Return why NVSHMEM cannot serve here; empty if it may. It would end the process."""
     if device_library() is None:
         return "NVSHMEM is not installed (pip install '.[nvshmem]')"
     if shares_gpu:

@@ -80,7 +80,7 @@ def forward_kernel(peer_ptr, epoch_ptr, error_ptr, count_ptr, place_ptr, instanc
 
     place_ptr: [6] int64: offsets of flags, regions and staged rows; bytes of a region, of a row,
     and of the header before the first row (0: not counted). A target without a row gets nothing,
-    unless the channel is counted.
+    unless counted.
     """
     target, num_instances = tl.program_id(0), tl.num_programs(0)
     count = tl.load(count_ptr + target).to(tl.int64)

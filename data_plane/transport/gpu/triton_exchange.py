@@ -38,8 +38,7 @@ def is_term_over(peer_ptr, num_instances):
 def staged(peer_ptr, base, region, target, instance, stage):
     """Return (address, region) for storing rows for a target.
 
-    For a far target that is this instance's memory, `stage` bytes behind the regions, from which
-    nvshmem_put.py puts.
+    For a far target that is this instance's memory, `stage` bytes behind the regions.
     """
     is_far = base == _FAR
     own = tl.load(peer_ptr + instance) + stage
@@ -258,10 +257,7 @@ def take_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Copy the awaited slots to dense rows, by source and slot.
-
-    Program (source, p) of P copies slots p, p + P, ... of the source.
-    """
+    """Copy the awaited slots to dense rows, by source and slot."""
     source, program = tl.program_id(0), tl.program_id(1)
     count = tl.load(count_ptr + source)
     if count == 0:

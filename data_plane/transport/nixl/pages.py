@@ -1,8 +1,8 @@
 """Pages by NIXL: one-sided writes between memory of CPUs or GPUs, on any node.
 
-A connection as over TCP (tcp/segment.py) carries the words and the memory's grant, and shows
-whether the other end lives. An agent makes progress only when called: the receiver's thread calls
-it from the announcement of a write until the word behind it.
+A connection as over TCP (tcp/segment.py) carries the words and the memory's grant. An agent makes
+progress only when called: the receiver's thread calls it from the announcement of a write until the
+word behind it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NixlAgent:
     def __init__(self, name: str, device: str = "cpu") -> None:
         """Start an agent. Raises ValueError if NIXL is not installed, or UCX does not start.
 
-        name: unique in the cluster. device: the torch device of memory of `allocate`.
+        name: unique in the cluster. device: of memory of `allocate`.
         """
         package = nixl_package()
         if package is None:
@@ -197,10 +197,7 @@ class NixlAgent:
 
 
 class NixlSegment(TcpSegment):
-    """A peer's segment whose pages go by NIXL, from `bulk`, and whose words go by TCP.
-
-    It raises what TcpSegment raises, and ValueError if the owner takes no pages by NIXL.
-    """
+    """A peer's segment whose pages go by NIXL, from `bulk`, and whose words go by TCP."""
 
     def __init__(
         self,

@@ -58,10 +58,7 @@ class TcpSegmentServer:
     """
 
     def __init__(self, host: str, receiver: Receiver) -> None:
-        """Listen on a free port of this host's address. Raises OSError if that is impossible.
-
-        receiver: writes the puts, best native.receiver.receive_puts.
-        """
+        """Listen on a free port of this host's address. Raises OSError if that is impossible."""
         self._receiver = receiver
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -99,10 +96,7 @@ class TcpSegmentServer:
             return self._writers[segment, writer] is not None
 
     def send_word(self, segment: str, offset: int, value: int) -> None:
-        """Send a word of the segment to its writers.
-
-        It does not block: few words are under way to a writer.
-        """
+        """Send a word of the segment to its writers."""
         with self._lock:
             for (name, _), connection in self._writers.items():
                 if name == segment and connection is not None:
