@@ -7,6 +7,8 @@ from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.shell.controller import members_of
 from harness.settings import configured
 from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Hello, Member, Peer, Ready
 
 FIRST, SECOND = Member("instance", 0), Member("instance", 1)
@@ -32,7 +34,9 @@ class Cluster:
     """
 
     def __init__(self, limits=LIMITS, **prefill):
-        config = configured(num_instances=2, **prefill, limits=limits)
+        config = Config(
+            cluster=ClusterConfig(num_instances=2), prefill=PrefillConfig(**prefill), limits=limits
+        )
         self.facts = Facts()
         self.registry = CollectorRegistry()
         self.members = members_of(config, RecoveryMetrics(self.registry), None, self.facts)
