@@ -5,7 +5,6 @@ from prometheus_client import CollectorRegistry
 from control_plane.coordinator.members.output import KillProcess
 from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.shell.controller import members_of
-from harness.settings import configured
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
