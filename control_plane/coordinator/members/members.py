@@ -42,8 +42,8 @@ _TICKETS_OF_A_TERM = 1_000_000
 class Members(TermSteps):
     """Every member of one cluster, used from one thread.
 
-    After each call, pass the time to `deadlines` and carry out `output`. Properties, `start` and
-    `end.failure` are for any thread.
+    After each call, pass the time to `deadlines` and carry out `output`. `start` and `end.failure`
+    are for any thread.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class Crowd:
 class BoundedProtocol(HttpToolsProtocol):
     """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
 
-    Beyond the limit a connection gets an error with Retry-After, except for the service's health.
-    An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
+    Beyond the limit a connection gets an error with Retry-After, except for health. An offer of
+    another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
     """
 
     def __init__(self, *args: Any, request_timeout_s: float, crowd: Crowd, **more: Any) -> None:

@@ -1,6 +1,6 @@
 """The uniform-CP baseline, Helix-style (2.3.2): each request's KV is on a fixed group.
 
-Requests below N pages have fewer links than in a real group: kind to the baseline.
+Requests below N pages have fewer links than in a real group.
 """
 
 from __future__ import annotations

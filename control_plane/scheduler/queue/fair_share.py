@@ -1,7 +1,7 @@
 """Fairness between tenants by the service that each has had (arXiv 2401.00588).
 
 A placed prompt counts its tokens, a generated token OUTPUT_WEIGHT. A tenant that comes back begins
-at the lowest counter of the waiting ones: idle time earns no credit.
+at the lowest waiting counter: idle time earns no credit.
 """
 
 from __future__ import annotations

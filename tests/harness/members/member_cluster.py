@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.coordinator.members.output import KillProcess
 from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.shell.controller import members_of
+from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
