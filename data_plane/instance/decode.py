@@ -22,7 +22,7 @@ from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, ta
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
-from data_plane.instance.page_transfers import state_page
+from data_plane.instance.page_transfers import PageFrames, state_page
 from data_plane.instance.row_sampling import begin_masks, sample, sample_drafts
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import DRAWS
@@ -76,7 +76,7 @@ class Startup:
     """What else is done with the other instances of a term; None on a CPU."""
 
 
-class InstanceFrames:
+class InstanceFrames(PageFrames):
     """Frames of KV, and behind them those of states, as tickets number them."""
 
     def __init__(self, config: Config, pool: FramePool, instance: int) -> None:
@@ -91,12 +91,10 @@ class InstanceFrames:
         return self.pool.page_view(frame) if state is None else state
 
     def read(self, frame: int) -> Any:
-        """A page's entries, as `write` takes them at another instance."""
         state = state_page(self.states, self._cluster, frame)
         return self.pool.read_payload(frame) if state is None else state
 
     def write(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
-        """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""
         state = state_page(self.states, self._cluster, frame)
         if state is not None:
             copy_bytes(payload, state[offset : offset + len(payload)])
@@ -104,7 +102,6 @@ class InstanceFrames:
         self.pool.write_payload(frame, num_tokens, payload, offset)
 
     def make(self, transfer: Transfer) -> bool:
-        """Fill the frames of a prompt's ticket, if KV is synthetic."""
         if transfer.source is not None or not self._is_synthetic:
             return False
         for page, frame in transfer.frames_at(self._instance).items():
@@ -117,10 +114,7 @@ class InstanceFrames:
 
 
 class DecodeInstance(WindowEdge):
-    """The instance that serves: tensors, captured steps, the model's sampler.
-
-    instance.interface.Instance has the contract of each call.
-    """
+    """The instance that serves: tensors, captured steps, the model's sampler."""
 
     def __init__(self, config: Config, startup: Startup) -> None:
         """Everything is made; `connect` attaches it to the peers."""
@@ -151,10 +145,6 @@ class DecodeInstance(WindowEdge):
         return next((peer for peer in of_steps if peer is not None), super().awaited)
 
     def connect(self) -> int:
-        """Attach to every peer; returns the number of graphs, which are prepared if they are not.
-
-        Raises ExchangeTimeout if a peer does not appear, PeerLost or TermOver.
-        """
         super().connect()
         if self._startup.meeting is not None:
             self._startup.meeting.meet(sorted([self._instance, *self._peers]))
@@ -164,11 +154,7 @@ class DecodeInstance(WindowEdge):
         return self._num_graphs
 
     def prepare(self) -> None:
-        """Prepare every graph; the graphs outlive every term.
-
-        A GPU's are prepared before the first term, without peers: those that served before have
-        theirs, and run no step for one that comes. Only those with DeepEP need all peers.
-        """
+        """Prepare every graph, which outlives every term; all peers are needed only with DeepEP."""
         engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._startup.lanes]
         if self._startup.both_lanes is not None:
             engines[1:] = [self._startup.both_lanes]  # lane 1 never runs alone
@@ -178,7 +164,6 @@ class DecodeInstance(WindowEdge):
             )
             for engine in engines
         )
-        # On a GPU a wait of the steps before the captures may have ended in its error word.
         for lane in self._startup.lanes:
             lane.step.check()
             lane.step.meet(self._peers)  # forget epochs of steps that no peer has run
@@ -309,7 +294,6 @@ class DecodeInstance(WindowEdge):
         return sample_drafts(rows, logits_BV, self.grammar_masks, self._draw)
 
     def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:
-        """Wait for the masks, which the library bounds; the wait is on the window's account."""
         if pending is None:
             return None
         begin_ns = time.perf_counter_ns()

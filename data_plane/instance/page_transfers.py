@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from data_plane.instance.interface import PageMover, PageSource
+from data_plane.instance.interface import PageMover, Pages, PageSource
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
@@ -148,7 +148,7 @@ class AppliedTable:
         ]
 
 
-class PageTransfers:
+class PageTransfers(Pages):
     """The tickets of an instance in one term; instance.interface.Pages has the contract."""
 
     def __init__(
@@ -225,7 +225,6 @@ class PageTransfers:
         self.copier.fetch(fetch, expected.frames if expected is not None else {})
 
     def send_pages(self) -> None:
-        """Write the pages to send; a page is read only once there is a place for it."""
         self._send_loaded()
         while self._to_send:
             receiver, ticket, page, frame = self._to_send[0]
@@ -252,14 +251,6 @@ class PageTransfers:
         self._events.append(TransferFenced(ticket, self._instance))
 
     def copy_arrived_pages(self) -> None:
-        """Copy the pages that arrived into their frames.
-
-        Tickets ascend in the order of their `expect`. So a page of an unknown ticket is one of two.
-        If the ticket is older, it is done or fenced, and the page is refused. If it is newer, its
-        `expect` is still under way, and the page waits in its ring with all pages after it. A page
-        that was taken already is dropped: two writers may have been asked for it. The same holds
-        for a part of a page, and a page is there with all its bytes.
-        """
         lost = {peer for peer in self._senders() if self.moves.has_lost(peer)}
         for ring in self.rings:
             self._copy(ring.arrived())
@@ -298,9 +289,9 @@ class PageTransfers:
     def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
         for ticket, page, num_tokens, payload, offset, page_bytes in arrived:
             if ticket > self._newest_ticket:
-                break
+                break  # its `expect` is under way: it stays in the ring, with all after it
             if ticket not in self._expected:
-                continue
+                continue  # done or fenced; below, two writers may have been asked for a page
             _, frames, parts_of = self._expected[ticket]
             parts = parts_of.setdefault(page, {})
             if page not in frames or offset in parts:
@@ -311,7 +302,6 @@ class PageTransfers:
                 self._is_there(ticket, page)
 
     def _is_there(self, ticket: int, page: int) -> None:
-        """A page is in its frame, with all layers."""
         frames = self._expected[ticket].frames
         del frames[page]
         if not frames:

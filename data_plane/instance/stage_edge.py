@@ -1,7 +1,4 @@
-"""A stage of a pipeline, but for its arithmetic: passes in order, the page table, tokens.
-
-Enters: passes and layer moves in one order, prompts, hidden rows. Leaves: hidden rows, tokens.
-"""
+"""A stage of a pipeline, but for its arithmetic: passes in order, the page table, tokens."""
 
 from __future__ import annotations
 
@@ -55,11 +52,7 @@ class StageRequests:
     def ask_logprobs(
         self, request_id: int, token_ids: Sequence[int], wanted: PromptLogprobs
     ) -> None:
-        """For the last stage, before the pass in which the request starts: report those of tokens.
-
-        token_ids: all that are known; each but the first has one. They come in order, before the
-        pass is reported in which they were computed.
-        """
+        """Before the request starts, ask for those of its known tokens, but the first."""
         self._asked_next[request_id] = token_ids, wanted
 
     def apply(self, plan: PassPlan) -> None:
@@ -132,18 +125,12 @@ class StageModel(LayerStore, Protocol):
     def run_layer(
         self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]], rows: Any
     ) -> Any:
-        """The rows after one layer, whose KV of the spans is written.
-
-        Each span comes with its frames (StageRequests.frames_of).
-        """
+        """The rows after one layer, whose KV of the spans is written to the spans' frames."""
 
     def sample(
         self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Any
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """The token after each span that has a sampler, in the order of the spans.
-
-        Before that it reports what is asked of tokens in the spans (`ask_logprobs`).
-        """
+        """The token after each span that has a sampler. Before that it reports what is asked."""
 
     def close(self) -> None:
         """Release all. Idempotent."""
@@ -205,10 +192,7 @@ class StageEdge(Generic[Model]):
             self.model.new_layer(layer, place)
 
     def connect(self) -> None:
-        """Attach to the other stages, and load all own layers: no pass waits for the start's.
-
-        Raises what links and mover raise: PeerLost and others.
-        """
+        """Attach to the other stages, and load all own layers. Raises PeerLost and others."""
         if self._has_left:
             assert self.make_ends is not None, "there is one term only"
             self.enter(*self.make_ends())
@@ -243,10 +227,7 @@ class StageEdge(Generic[Model]):
         self.progress()
 
     def skip(self, plan: PassPlan) -> None:
-        """Pass over a pass of a pipeline of one stage, which may have failed; its requests end.
-
-        A request that shares their pages, planned before, finds them empty, which raises.
-        """
+        """Pass over a pass that may have failed, in a pipeline of one stage; its requests end."""
         if self.requests.table.digest != plan.table.result_digest:
             self._apply(plan)
         for span in plan.spans:

@@ -1,12 +1,4 @@
-"""The layers of a stage and their KV: where they are, what of it is filled, how they move.
-
-Enters: layer moves, KV that arrives, changes of the page table. Leaves: KV of layers for other
-stages, LayersMoved. Does not know: passes in their order, hidden rows, what a layer computes.
-
-Of each frame of each layer it is known how many tokens are filled. Before a layer computes a span,
-its KV of every earlier position must be there, and of no later one: a layer that runs twice or not
-at all, and KV that is missing or stale, are errors by name.
-"""
+"""The layers of a stage and their KV: where they are, what of it is filled, how they move."""
 
 from __future__ import annotations
 
@@ -74,10 +66,7 @@ class StageLayers:
     # --- calls
 
     def progress(self) -> None:
-        """Take KV that arrived, and send what finds a place. Call it when idle; never blocks.
-
-        Raises PeerLost if the connection has ended by which KV was to come.
-        """
+        """Take KV that arrived, send what finds a place; never blocks. May raise PeerLost."""
         sources = set(self.source_of.values()) if self.coming else ()
         lost = [source for source in sources if self._mover.has_lost(source)]
         for pages in self._mover.arrived():

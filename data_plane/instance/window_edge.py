@@ -99,11 +99,9 @@ class WindowEdge(Instance):
         sent_bytes: dict[Channel, int],
         new_ends: Callable[[], TermEnds] | None = None,
     ) -> None:
-        """The ends are of the first term that it joins.
+        """The ends are of the first term; new_ends makes those of later ones, if there are any.
 
         sent_bytes: bytes put by steps since the start, by channel; the caller keeps counting.
-        new_ends: makes the ends of a later term; None if the instance joins one term only, or if
-        the caller makes them.
         """
         self._exchange = exchange = ends.exchange
         self._instance = exchange.instance
@@ -120,17 +118,14 @@ class WindowEdge(Instance):
         self._tokens: list[Token] = []
         self._sent_bytes = sent_bytes
         self._reported_bytes = 0, 0
-        """Of routes and of experts."""
+        """Bytes of routes and of experts that windows have reported."""
 
     @abstractmethod
     def _bucket(self, window: Window) -> Bucket:
         """The bucket that the window's steps ran in; those of two lanes added up."""
 
     def enter(self, start: TermStart) -> int:
-        """Join a term together with its peers, who do the same; returns the number of graphs.
-
-        Raises what `join` and `connect` raise.
-        """
+        """Join a term together with its peers, and connect; returns the number of graphs."""
         ends = TermEnds(self._exchange, self.pages.rings, self.pages.moves)
         if not self._has_ends:
             if self._new_ends is None:
@@ -145,10 +140,7 @@ class WindowEdge(Instance):
         return self._exchange.awaited
 
     def connect(self) -> int:
-        """Attach to every peer; returns the number of prepared graphs, here none.
-
-        Raises ExchangeTimeout if a peer does not appear, PeerLost or TermOver.
-        """
+        """Attach to every peer; returns the number of graphs. May raise ExchangeTimeout."""
         self._exchange.connect(self._config.limits.start_timeout_ms)
         self.pages.moves.connect()
         return 0
@@ -187,7 +179,6 @@ class WindowEdge(Instance):
             self.place_experts(start.experts)
 
     def _carry_frame(self, request_id: int) -> int:
-        """The frame of the state of a row that is here."""
         run = self._table.now.pages[request_id][-1]
         assert run.first_page == CARRY_PAGE, f"request {request_id} has no state here"
         return self._config.cluster.carry_place(run.frame)[0]
@@ -235,7 +226,6 @@ class WindowEdge(Instance):
                 self._rows[row.request_id] = row
 
     def _await(self, awaited: Awaited) -> Waiting[dict[str, np.ndarray]]:
-        """The region that the peer put, once it is here."""
         while not self._exchange.arrived(*awaited):
             yield (awaited,)
         return self._exchange.wait(*awaited)
@@ -255,10 +245,7 @@ class WindowEdge(Instance):
             self._window = None
 
     def _commit_step(self, window: Window, sample: Sampler) -> None:
-        """Commit a step's tokens: of each row one, and more as long as its drafts are right.
-
-        sample gets rows lane by lane, and at least one (protocol.md, checked drafts).
-        """
+        """Commit a step's tokens, and those of right drafts (protocol.md, checked drafts)."""
         width = window.width
         going = [
             (StepRow(lane.number, index * width, row), row.num_live(width - 1), row.drafts)

@@ -1,8 +1,4 @@
-"""Start-up of a stage of a pipeline, on the CPU.
-
-Enters: Config, checkpoint folder, which stage of which cluster. Leaves: a ModelStage, not yet
-connected. Does not know: what starts it, gRPC, Ray.
-"""
+"""Start-up of a stage of a pipeline, on the CPU: from a checkpoint to a stage without ends."""
 
 from __future__ import annotations
 

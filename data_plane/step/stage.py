@@ -36,12 +36,7 @@ from nanocp.values.sampling import TokenLogprobs
 
 
 class CpuStageModel(StageModel):
-    """The weights and KV of a stage's layers. Hidden rows are a tensor [T, X].
-
-    A span of one token is a row of paged attention, as in a decode step. A longer one attends to
-    its own tokens and to all before them (tests/harness/exact/reference_prefill.py). In latent
-    attention a long chunk computes keys and values of every head anew, and a short one does not.
-    """
+    """The weights and KV of a stage's layers. Hidden rows are a tensor [T, X]."""
 
     _layers: StageLayers
     _requests: StageRequests
@@ -55,9 +50,7 @@ class CpuStageModel(StageModel):
     ) -> None:
         """frames: a layer of it for each of the pipeline's places.
 
-        With linear attention layers, whose states are beside the frames, layers do not move, and
-        only the others have a place in the frames.
-
+        Linear attention layers have their states beside the frames; then no layer moves.
         weights: packed by the kernels, at first those of the stage's first layers. grammar_masks:
         of structured output, at the last stage; None if no row may have a grammar.
         """
@@ -96,7 +89,6 @@ class CpuStageModel(StageModel):
                 self._free_carries.append(self._carried.pop(request_id))
 
     def _kept_place(self, layer: int) -> int:
-        """The layer's place in the frames."""
         if self._carry is None:
             return self._layers.place_of[layer]
         return self._model.places[layer] - self._model.places_before(self._layers.own.start)[0]
@@ -164,7 +156,6 @@ class CpuStageModel(StageModel):
         return x_TX + self._mlp(normed_TX, weights)
 
     def _ends_at(self, layer: int, batch: _Batch) -> bool:
-        """Whether nobody reads rows after the layer."""
         is_last = layer == self._model.num_layers - 1 and not self._model.num_mtp_layers
         return is_last and not batch.has_output
 
