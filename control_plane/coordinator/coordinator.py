@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from control_plane.coordinator.flights.decode import DecodeFlights
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.members import Members
@@ -51,8 +50,7 @@ class Coordinator:
         self.members = make_members(self)
         self.flights = make_flights(self.members)
         self.scheduler = self.flights.scheduler
-        self.transfers = self.flights.transfers if isinstance(self.flights, DecodeFlights) else None
-        """Tickets, which only windows have."""
+        self.transfers = self.flights.transfers
         self.deadlines = Deadlines()
         self.wake: Callable[[], None] = lambda: None
         """Called when the scheduler could act now."""

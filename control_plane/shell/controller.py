@@ -17,7 +17,6 @@ from typing import Any
 
 from control_plane.coordinator.coordinator import Coordinator
 from control_plane.coordinator.flights.flights import Flights
-from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import Facts
 from control_plane.coordinator.members.seats import SeatsNow
@@ -99,7 +98,7 @@ class Controller(ControllerInterface):
         )
         self._flights = coordinator.flights
         self._scheduler = coordinator.scheduler
-        self._stages = self._flights if isinstance(self._flights, PipelineFlights) else None
+        self._stages = self._flights.stages
         wall_us = time.time_ns() // 1000 - _now_us()
         pipeline = None if self._stages is None else self._stages.pipeline
         self._event_log = open_event_log(
@@ -181,7 +180,7 @@ class Controller(ControllerInterface):
         return answer
 
     def want_layout(self, split: Sequence[int]) -> Future[None]:
-        """Move layers of a pipeline; see PipelineFlights.want_layout."""
+        """Let layers of a pipeline move; done when they have. See Stages.want_layout."""
 
         async def want() -> None:
             if self._stages is None:
@@ -200,7 +199,7 @@ class Controller(ControllerInterface):
         return answer.result(_ANSWER_S)
 
     def _stages_now(self) -> list[dict[str, Any]]:
-        return [] if self._stages is None else self._stages.stages()
+        return [] if self._stages is None else self._stages.now()
 
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave. Idempotent."""

@@ -1,8 +1,4 @@
-"""Windows of instances, and the tickets that go beside them.
-
-Enters: plans of the decode scheduler, reports of instances. Leaves: plans, tickets and fences to
-the members, events for the scheduler. Does not know: clients, clocks, how a member is watched.
-"""
+"""Windows of instances, and the tickets that go beside them."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ class DecodeFlights(Flights):
         self._members = members
         self._metrics = metrics
         self._windows = WindowsInFlight(config.cluster.num_instances)
-        self.transfers = Transfers(members, config.scheduler.num_drafts > 0)
+        self.transfers: Transfers = Transfers(members, config.scheduler.num_drafts > 0)
 
     def __len__(self) -> int:
         return len(self._windows)

@@ -1,16 +1,12 @@
-"""What the coordinator asks of windows and passes alike: a protocol.
-
-Enters: nothing. Leaves: protocols. Does not know: windows, passes, which kind of cluster it is.
-
-A flight is a window of instances (decode.py) or a pass of a pipeline (pipeline.py) from when it is
-sent until it is reported. Only windows go with tickets, and only stages have layers that move.
-"""
+"""What the coordinator asks of windows and passes alike: a protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from control_plane.coordinator.flights.stages import Stages
+from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.observe.observed import ObservedScheduler
 from control_plane.ports.controller_interface import Submission
 from nanocp.values.members import Member, Report
@@ -19,9 +15,17 @@ from nanocp.values.plan import Event, Plan, WindowDone
 
 
 class Flights(Protocol):
-    """One scheduler, and what of its plans is in flight. Used from the controller's thread."""
+    """One scheduler, and what of its plans is in flight. Used from the controller's thread.
+
+    A flight is a window of instances (decode.py) or a pass of a pipeline (pipeline.py), from when
+    it is sent until it is reported.
+    """
 
     scheduler: ObservedScheduler
+    transfers: Transfers | None = None
+    """The tickets beside windows; None: beside passes there are none."""
+    stages: Stages | None = None
+    """The stages that have layers; None: instances have all of them."""
 
     def __len__(self) -> int:
         """Windows or passes in flight."""

@@ -1,17 +1,11 @@
-"""Passes of a pipeline, and layers that move.
-
-Enters: plans of the pipeline's scheduler, reports of stages, an operator's wishes. Leaves: prompts,
-passes and layer moves to the stages; events for the scheduler. Does not know: clients, how a member
-is watched. The rest of the controller sees the pipeline as one instance, whose windows are passes.
-"""
+"""Passes of a pipeline, and layers that move; the controller sees one instance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
 
 from control_plane.coordinator.flights.flights import Flights
+from control_plane.coordinator.flights.stages import Stages
 from control_plane.coordinator.members.members import Members
 from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.ports.controller_interface import Submission
@@ -21,7 +15,7 @@ from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
 from nanocp.values.commands import StagePrompt, ToInstance
 from nanocp.values.members import Member, Report
-from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
+from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent
 from nanocp.values.plan import ClusterLost, Plan, Regrouped, WindowDone
 from nanocp.values.table import InstanceTable
 
@@ -38,20 +32,18 @@ class PipelineFlights(Flights):
         self._last = self.pipeline.num_stages - 1
         self._planner = PassPlanner(config.cluster, config.scheduler, self.pipeline)
         self.scheduler = self._planner.scheduler
+        self.stages = Stages(self.pipeline, self.scheduler.layouts, metrics)
         self._members, self._metrics = members, metrics
         self._table = InstanceTable(0, 1)
         """The stages' table after all passes that were sent."""
         self._next_reports = [0] * self.pipeline.num_stages
         """For each stage, the oldest pass that it has not reported."""
-        self._reports: list[WindowDone | None] = [None] * self.pipeline.num_stages
         self._after_rest: set[int] = set()
         """Passes that were sent when none was in flight, until every stage has reported them."""
         self._unmoved: set[tuple[int, int]] = set()
         """(stage, number of its layer moves) that it has not reported."""
         self._is_between_terms = False
         """Whether a term has ended, and the scheduler knows of no other one."""
-        self._asked: tuple[tuple[int, ...], Future[None]] | None = None
-        """The layout that an operator waits for; the future is cancelled when it waits no more."""
 
     def __len__(self) -> int:
         return 0 if self._is_between_terms else self.scheduler.num_in_flight
@@ -76,8 +68,8 @@ class PipelineFlights(Flights):
                 case Regrouped():
                     self._is_between_terms = False
                 case ClusterLost():
-                    self._answer(RuntimeError(event.message))
-        self._answer_operator()
+                    self.stages.answer(RuntimeError(event.message))
+        self.stages.answer_operator()
         return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> tuple[()]:
@@ -124,7 +116,7 @@ class PipelineFlights(Flights):
         if done.window != self._next_reports[stage]:
             raise ValueError(f"stage {stage} reported pass {done.window}, which it was not running")
         self._next_reports[stage] += 1
-        self._reports[stage] = done
+        self.stages.reports[stage] = done
         self._metrics.ran(done, done.window in self._after_rest)
         return stage == self._last
 
@@ -136,63 +128,6 @@ class PipelineFlights(Flights):
             raise ValueError(f"stage {moved[0]} reported layers {moved[1]}, which nobody moves")
         self._unmoved.remove(moved)
         return report
-
-    # --- an operator's layout
-
-    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
-        """Let layers move to another layout of stages; done when every stage has reported it.
-
-        The scheduler hears of it by LayoutWanted. Raises ValueError saying why they cannot.
-        """
-        if self._asked is not None and not self._asked[1].done():
-            raise ValueError("another layout is asked for already; ask again later")
-        if obstacle := self.scheduler.layouts.obstacle(split):
-            raise ValueError(obstacle)
-        self._asked = split, Future()
-        return self._asked[1]
-
-    def _answer_operator(self) -> None:
-        layouts = self.scheduler.layouts
-        if self._asked is not None:
-            split = self._asked[0]
-            if split == layouts.places.split and not layouts.is_moving:
-                self._answer(None)
-            elif layouts.asked != split:
-                self._answer(
-                    RuntimeError(
-                        "a stage was lost meanwhile, and layers are where they were at the start; "
-                        "ask for a layout in between first"
-                    )
-                )
-
-    def _answer(self, error: RuntimeError | None) -> None:
-        if self._asked is not None and not self._asked[1].done():
-            if error is None:
-                self._asked[1].set_result(None)
-            else:
-                self._asked[1].set_exception(error)
-        self._asked = None
-
-    def stages(self) -> list[dict[str, Any]]:
-        """For each stage, its layers and what it does."""
-        layouts, stages = self.scheduler.layouts, []
-        for stage, report in enumerate(self._reports):
-            layers = layers_of(layouts.places.split, stage)
-            stages.append(
-                {
-                    "stage": stage,
-                    "first_layer": layers.start,
-                    "num_layers": len(layers),
-                    "max_layers": self.pipeline.num_places,
-                    "pass_ms": report.step_us / 1e3 if report else None,
-                    "waits": self._metrics.shares(stage),
-                    "layout": layouts.layout,
-                    "layout_changes": layouts.num_changes,
-                    "is_moving": layouts.is_moving,
-                    "slowness": layouts.speeds.slowness[stage],
-                }
-            )
-        return stages
 
     # --- terms
 

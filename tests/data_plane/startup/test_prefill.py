@@ -61,7 +61,7 @@ def test_pages_and_states_of_prompts_are_the_reference_prefills(preset, tmp_path
     }
     events, unseen = [Arrival(ticket, len(ids), 1) for ticket, ids in prompts.items()], {*prompts}
     for ticket, ids in prompts.items():
-        built.stage.take_prompt(ticket, ids)
+        built.stage.requests.take_prompt(ticket, ids)
     for now in range(100):
         plan = scheduler.plan_pass(events, now).pass_plan
         if plan is None:

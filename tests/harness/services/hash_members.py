@@ -93,6 +93,7 @@ class HashPrefill:
     def __init__(self, has_mtp: bool) -> None:
         self._has_mtp = has_mtp
         self.stage: Any = self
+        self.requests = self
         self._ids: dict[int, Sequence[int]] = {}
         self._asked: dict[int, PromptLogprobs] = {}
         self._pages: dict[int, list[np.ndarray]] = {}

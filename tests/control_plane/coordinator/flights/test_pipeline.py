@@ -27,8 +27,8 @@ def test_a_wait_for_a_pass_is_a_bubble_only_while_one_is_in_flight():
     config = Config(cluster=ClusterConfig(num_instances=2, layout="pipeline"))
     flights = PipelineFlights(config, Sent(), 4, StageMetrics(registry, 2))
     submission = Submission(Arrival(1, 10, 9), [5] * 10)
-    assert [one["waits"] for one in flights.stages()] == [{}, {}]
-    assert all("waits" not in str(line) for line in _stages(flights.stages()))
+    assert [one["waits"] for one in flights.stages.now()] == [{}, {}]
+    assert all("waits" not in str(line) for line in _stages(flights.stages.now()))
     for number in range(2):
         events = [submission.event(0)] if number == 0 else []
         plan = flights.plan(events, 0)
@@ -46,7 +46,7 @@ def test_a_wait_for_a_pass_is_a_bubble_only_while_one_is_in_flight():
     ran(0, 1, 0, 300, 0, 100)
     ran(1, 0, 500, 0, 0, 9_000_000)
     ran(1, 1, 100, 0, 200, 0)
-    first, last = (one["waits"] for one in flights.stages())
+    first, last = (one["waits"] for one in flights.stages.now())
     assert first == pytest.approx({"fill": 0, "tail": 300 / 1600, "kv": 0, "work": 100 / 1600})
     assert last == pytest.approx({"fill": 600 / 2000, "tail": 0, "kv": 200 / 2000, "work": 0})
     for cause, stage, seconds in (("work", 0, 1e-4), ("work", 1, 0), ("fill", 1, 6e-4)):
@@ -54,7 +54,7 @@ def test_a_wait_for_a_pass_is_a_bubble_only_while_one_is_in_flight():
         assert registry.get_sample_value(
             "nanocp:stage_wait_seconds_total", labels
         ) == pytest.approx(seconds)
-    shown = str(_stages(flights.stages())[2])
+    shown = str(_stages(flights.stages.now())[2])
     assert "it waits 30% for rows, 0% for tokens, 10% for moved layers, 0% for a pass" in shown
 
 
