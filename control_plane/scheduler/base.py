@@ -1,8 +1,4 @@
-"""What the schedulers of instances and of stages share: who waits, who ends, and what others read.
-
-Enters: arrivals, aborts, ends of terms and of the cluster, the time. Leaves: requests that wait or
-end; values for others. Does not know: windows, passes, tickets, where a request is placed.
-"""
+"""What the schedulers of instances and of stages share: who waits, who ends, what others read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The scheduler: plan = scheduler.plan_window(events, now_us), from state, events and time alone.
-
-Enters: events and the controller's time. Leaves: plans: windows, transfers, fences, placements,
-ends. Does not know: clocks, sockets, tokens, how a plan is carried out. A placed request gives up
-what it holds in `_release` only.
-"""
+"""The scheduler: a plan follows from state, events and time alone."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, take_drafts
 from data_plane.instance.grammar import GrammarMasks
-from data_plane.instance.interface import TermEnds, TermStart
+from data_plane.instance.interface import PageFrames, TermEnds, TermStart, state_page
 from data_plane.instance.lanes import WindowLane, run_in_turns
-from data_plane.instance.page_transfers import PageFrames, state_page
 from data_plane.instance.row_sampling import begin_masks, sample, sample_drafts
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import DRAWS

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from data_plane.instance.interface import PageMover, Pages, PageSource
+from data_plane.instance.interface import PageFrames, PageMover, Pages, PageSource
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
-from nanocp.config.cluster import ClusterConfig
 from nanocp.values.members import Report
 from nanocp.values.plan import (
     PAGE_SIZE,
@@ -43,42 +42,6 @@ class _Outgoing(NamedTuple):
     ticket: int
     page: int
     frame: int
-
-
-class States(Protocol):
-    """States of rows in linear attention layers; kv.carry_pool.CarryPool is one."""
-
-    def clear(self, frame: int, num_tokens: int = 0) -> None:
-        """The frame gets the state of no token, or of tokens without content."""
-
-    def num_folded(self, frame: int) -> int:
-        """Tokens that a state has, in the layer with most."""
-
-    def page(self, frame: int, number: int) -> Any:
-        """A page of a frame's own bytes, no copy: an array, or a tensor on a GPU."""
-
-
-def state_page(states: States | None, cluster: ClusterConfig, frame: int) -> Any:
-    """The page of a state in a frame that a ticket names; None: it is one of KV."""
-    if states is None or frame < cluster.num_frames:
-        return None
-    return states.page(*cluster.carry_place(frame))
-
-
-class PageFrames(Protocol):
-    """An instance's frames, of KV and of states, by the numbers that tickets name."""
-
-    states: Any
-    """A States; None: the model has no linear attention layers."""
-
-    def read(self, frame: int) -> Any:
-        """A full page's entries, all layers, as `write` takes them at another instance."""
-
-    def write(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
-        """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""
-
-    def make(self, transfer: Transfer) -> bool:
-        """Fill the ticket's frames with synthetic KV; False if its pages are sent."""
 
 
 class AppliedTable:

@@ -184,7 +184,7 @@ OF_STATES = [
            why="a ticket for a state leaves its last page behind (one state)",
            text="targets = (request.carry,)",
            fault="targets = (request.carry._replace(num_pages=1),)"),
-    Mutant("state-page-over-another", path="data_plane/instance/page_transfers.py",
+    Mutant("state-page-over-another", path="data_plane/instance/interface.py",
            tests=_played(71004),
            why="every page of a state that comes is taken for its first (one state)",
            text="return states.page(*cluster.carry_place(frame))",

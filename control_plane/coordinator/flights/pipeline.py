@@ -32,7 +32,7 @@ class PipelineFlights(Flights):
         self._last = self.pipeline.num_stages - 1
         self._planner = PassPlanner(config.cluster, config.scheduler, self.pipeline)
         self.scheduler = self._planner.scheduler
-        self.stages = Stages(self.pipeline, self.scheduler.layouts, metrics)
+        self.stages: Stages = Stages(self.pipeline, self.scheduler.layouts, metrics)
         self._members, self._metrics = members, metrics
         self._table = InstanceTable(0, 1)
         """The stages' table after all passes that were sent."""

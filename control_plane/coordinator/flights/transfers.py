@@ -1,9 +1,4 @@
-"""Tickets under way: what each member is sent of a transfer, and which receivers have not answered.
-
-Enters: transfers and fences of a plan, the receivers' answers, a prefill that was lost or is new.
-Leaves: tickets, prefill requests and fences to the members; every unfilled ticket again to a new
-prefill. Does not know: windows, which frames are free.
-"""
+"""Tickets under way: what each member is sent of one, and which receivers have not answered."""
 
 from __future__ import annotations
 

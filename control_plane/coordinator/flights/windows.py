@@ -1,9 +1,4 @@
-"""The windows in flight, and a shadow of every instance's table, for resync.
-
-Enters: plans as they are sent, and which instance reported which window. Leaves: when a window is
-complete, and the full plan of a window in flight. Does not know: sockets, clocks, why a table
-changed. (protocol.md, table digests.)
-"""
+"""The windows in flight, and a shadow of every instance's table (protocol.md, table digests)."""
 
 from __future__ import annotations
 

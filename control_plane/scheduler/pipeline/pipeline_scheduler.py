@@ -1,9 +1,4 @@
-"""The scheduler of a pipeline: plan = scheduler.plan_pass(events, now_us), and nothing else counts.
-
-Enters: events and the controller's time. Leaves: passes, ends, preemptions. Does not know: clocks,
-sockets, tokens. Queue, page table, promise, prefix sharing and quarantine are those of the decode
-cluster, with the pipeline as its one instance.
-"""
+"""The scheduler of a pipeline: a plan follows from state, events and time alone."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ from operator import attrgetter
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.interface import PageMover, PageSource, TermEnds, TermStart
+from data_plane.instance.interface import PageMover, PageSource, TermEnds, TermStart, state_page
 from data_plane.instance.lanes import Waiting, WindowLane, in_turns, run_waiting
-from data_plane.instance.page_transfers import state_page
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window, WindowEdge
 from data_plane.kv.page_copier import PageCopier
