@@ -78,7 +78,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SamplingOptions:
     """How tokens are chosen."""
 
     sampling: Annotated[
@@ -132,7 +132,7 @@ class Scheduling:
 def generate(
     service: ServiceAccess,
     prompt: Prompt,
-    sampling: Asked,
+    sampling: SamplingOptions,
     scheduling: Scheduling,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead.")
