@@ -192,7 +192,7 @@ def own_parts(node):
 
 
 def with_bases(name, classes, seen=()):
-    """The same of a class and its bases that are no protocols."""
+    """Names of methods and attributes of a class and its bases that are no protocols."""
     methods, attributes = own_parts(classes[name])
     for base in map(ast.unparse, classes[name].bases):
         base = base.partition("[")[0].rpartition(".")[2]

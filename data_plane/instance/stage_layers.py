@@ -107,6 +107,7 @@ class StageLayers:
 
     @property
     def is_moving(self) -> bool:
+        """Whether layers are on their way that have not been reported."""
         return self._unreported_moves is not None
 
     # --- what is filled

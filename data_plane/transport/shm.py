@@ -4,7 +4,7 @@ Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py)
 in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
 
 Peers on the receiver's node write its segment in place. For the others a thread of the receiver
-does (tcp/server.py), or whoever looks for what came by NIXL (nixl/puts.py). A segment has one block
+does (tcp/server.py). A segment has one block
 for each other instance. A block has two regions for each channel, one for each parity: a flag in a
 cache line of its own, the count of rows if there is one, and the rows. All fields of a row are side
 by side, so that what was written is one run of bytes. A flag is epoch + 1, so that a fresh segment,
