@@ -16,10 +16,9 @@ from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
-from nanocp.config.choices import check_one_of
+from nanocp.config.choices import Within, check_one_of
 from nanocp.simulator.loads.request_logs import read_trace
 from nanocp.simulator.loads.workload import SHORT_LENGTHS, draw_len, draw_output_len
-from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 _SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 # The text of drawn ids is read back as other ids; each round makes their number more nearly right.
 _ROUND_TRIPS = 10
-_POSITIVE, _FACTOR = Bounds("at least 1", 1), Bounds("above 0", 0, excludes_low=True)
+_POSITIVE, _FACTOR = Within(1), Within(nextafter(0, 1), right="above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,11 @@ class DatasetOptions:
     output_len: Annotated[int | None, _POSITIVE] = None
     """Tokens to generate, of any dataset; by default 256 for custom, 128 for other prompts that are
     made, else as the dataset says."""
-    random_range_ratio: Annotated[float, Bounds("from 0 to below 1", 0, nextafter(1, 0))] = 0.0
+    random_range_ratio: Annotated[float, Within(0, nextafter(1, 0), "from 0 to below 1")] = 0.0
     """random: lengths vary by this share, 0 to below 1."""
-    random_prefix_len: Annotated[int, Bounds("at least 0", 0)] = 0
+    random_prefix_len: Annotated[int, Within(0)] = 0
     """random: tokens that all prompts begin with, beyond the input length."""
-    random_vocab_size: Annotated[int, Bounds("at least 4", 4)] = 256
+    random_vocab_size: Annotated[int, Within(4)] = 256
     """Prompts without a tokenizer are ids below this."""
     prefix_repetition_prefix_len: Annotated[int, _POSITIVE] = 256
     """prefix_repetition: tokens of a prefix that prompts share."""

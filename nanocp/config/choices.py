@@ -53,10 +53,13 @@ class Within(NamedTuple):
 
     low: float
     high: float | None = None
+    right: str = ""
+    """Says what a value must be, where that is not "at least low" or "from low to high"."""
 
     def check(self, name: str, value: float) -> None:
         """Raises ValueError naming the field whose value is outside."""
         right = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+        right = self.right or right
         within = self.low <= value and (self.high is None or value <= self.high)
         require(within, f"{name} is {value}; it must be {right}")
 

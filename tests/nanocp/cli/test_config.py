@@ -106,4 +106,4 @@ def test_help_shows_defaults():
     shown = nanocp("serve", "--help", COLUMNS="200").output
     for name, default in (("--num-frames", "256"), ("--drain-timeout-s", "30")):
         line = shown[shown.index(name) :].partition("[default: ")[2]
-        assert line.startswith(f"({default})"), name
+        assert line.startswith(f"{default}]"), name
