@@ -1,7 +1,4 @@
-"""The cost model and the bound of the search beside what the NanoFlow paper prints.
-
-Enters: nothing. Leaves: one line for each number. Does not know: how it is shown.
-"""
+"""Compares the cost model and the search's bound with the NanoFlow paper's numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ class Comparison(NamedTuple):
     paper: str
     here: str
     holds: bool | None
-    """Whether they differ by no more than they may. None: it is not judged. The paper has no such
-    number, or it is another reading, beside the one that is judged."""
+    """Whether they differ by no more than the tolerance. None: not judged, for lack of a number in
+    the paper or as a second reading."""
 
 
 def compare() -> list[Comparison]:

@@ -1,9 +1,6 @@
-"""What an operation still achieves with a part of the GPU (NanoFlow, 4.1.1).
+"""Speed P of an operation with a share R of the GPU (NanoFlow, 4.1.1).
 
-Enters: measured points (R, P). Leaves: P for any R. Does not know: which kernels were measured.
-
-R is the part of the GPU that an operation gets, P its speed relative to running alone. R is defined
-by GEMM: with R of the GPU a GEMM has speed R. The R of what runs at the same time adds up to 1.
+R is defined by GEMM: with share R a GEMM has speed R; concurrent shares add up to 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A dense model's layer as a graph of operations, with tensor parallelism (NanoFlow, Figure 3).
-
-Enters: microseconds of each operation, or what a machine's data sheet says. Leaves: operations.
-Does not know: when anything runs.
-"""
+"""A dense model's layer as a graph of operations, with tensor parallelism (NanoFlow, Figure 3)."""
 
 from __future__ import annotations
 
@@ -21,9 +17,8 @@ def dense_layer(
 ) -> tuple[Operation, ...]:
     """One layer of an iteration, from the microseconds of each line of Table 2.
 
-    resources: what bounds a line that is not bound by compute. Each dense operation costs
-    `nano_batching_cost` of its time again for every nano-operation more: weights are read again,
-    and smaller GEMMs are less efficient. One that is bound by memory costs all of its time again.
+    resources: of lines not bound by compute. Each further nano-operation costs a dense operation
+    `nano_batching_cost` of its time again, and a memory-bound one all of it.
     """
 
     def dense(name: str, *needs: str) -> Operation:
@@ -54,7 +49,7 @@ def dense_layer(
 def roofline_layer(
     machine: Machine, model: DenseModel, requests: Requests, batch: int
 ) -> tuple[Operation, ...]:
-    """One layer whose operations each take as long as the data sheet says of their resource."""
+    """One layer whose operations take the roofline time of their resource."""
     us, resources = {}, {}
     for demand in demands(model, requests, batch, machine.num_gpus):
         ms = machine.times(demand)

@@ -1,8 +1,4 @@
-"""Operations of one layer, and the nano-operations they are cut into (NanoFlow, 3.7 and 4.1.2).
-
-Enters: operations with their times alone. Leaves: nano-operations and which of them wait for which.
-Does not know: when anything runs.
-"""
+"""Operations of one layer, and their nano-operations (NanoFlow, 3.7 and 4.1.2)."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ class Operation:
 
     name: str
     resource: str
-    """What bounds it: compute, memory or network."""
+    """Its bottleneck: compute, memory or network."""
     us: float
     """Microseconds on the whole batch, alone on the GPU."""
     fixed_us: float
@@ -30,7 +26,7 @@ class Operation:
 
 
 def without_empty(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Those that take time. What needed another one needs what that one needed."""
+    """Operations of nonzero time; dependencies pass through removed ones."""
     named = {operation.name: operation for operation in operations}
 
     def present(names: Sequence[str]) -> Iterator[str]:
@@ -53,7 +49,7 @@ class NanoOperation(NamedTuple):
 
     operation: Operation
     begin: float
-    """First part of the batch that it works on, 0 to 1."""
+    """Start of its part of the batch, 0 to 1."""
     end: float
 
     @property
@@ -92,7 +88,7 @@ class Wait(NamedTuple):
 
 
 def waits(nano: Sequence[NanoOperation]) -> list[Wait]:
-    """Which nano-operations depend on which: their operations do, and their rows intersect."""
+    """Dependencies of nano-operations: their operations depend, and their rows intersect."""
     found = []
     for later, one in enumerate(nano):
         for earlier, other in enumerate(nano):

@@ -1,8 +1,4 @@
-"""The calls by which a policy orders a model's operators (DynaFlow, 3.2.2).
-
-Enters: nothing. Leaves: `Ops`, which an engine implements and a policy is given; `Rule`s, by which
-a policy says where a model is cut. Does not know: torch, what an operator computes.
-"""
+"""The interface by which a policy orders a model's operators (DynaFlow, 3.2.2)."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ class SplitFunc:
 
 
 Rule = SplitModule | SplitFunc
-"""Where a model is cut. What lies between two cuts is an operator, too, with an empty tag.
-
-`nanocp.overlap.engine.partition.mark` cuts in the model's own code.
-"""
+"""A cut of the model. Code between two cuts is an operator with an empty tag.
+`nanocp.overlap.engine.partition.mark` cuts in the model's own code."""
 
 
 class Op(NamedTuple):
@@ -41,15 +35,13 @@ class Op(NamedTuple):
     number: int
     """Place in the model's program, from 0; the same in every micro-batch."""
     tag: str
-    """The tag of the rule that cut it out; empty for what lies between."""
+    """The tag of its rule; empty between cuts."""
     micro_batch: int
 
 
 Fused = Callable[..., Sequence[Sequence[Any]]]
-"""Runs several operators at once.
-
-It is called with one tuple of inputs for each operator, and returns one sequence of outputs each.
-"""
+"""Runs several operators at once: takes one tuple of inputs for each, and returns one sequence of
+outputs each."""
 
 
 class Ops(Protocol):
@@ -79,21 +71,20 @@ class Ops(Protocol):
         """Run ready operators.
 
         The same operator of several micro-batches runs once, on all of their rows. Different ones
-        run one after the other, or all of them as one call of `replace_func`. stream: where they
-        are launched on a GPU; what is on streams of other names may run at the same time. Empty:
-        where the model's caller launches. A CPU has no streams. Raises ValueError for an operator
-        that is not ready, and for one that was executed.
+        run in order, or all as one call of `replace_func`. stream: a GPU stream, concurrent with
+        others; empty: the caller's. Raises ValueError for an operator that is not ready, and for
+        one that was executed.
         """
 
 
 class OverlapPolicy(Protocol):
-    """In which order operators run."""
+    """An order of operators."""
 
     rules: Sequence[Rule]
 
     def schedule(self, ops: Ops) -> None:
         """Execute every operator once in every micro-batch.
 
-        What it does may depend on the batch size and on what is ready, on nothing else: the order
-        is recorded at the first forward of a batch size, and repeated at later ones.
+        It may depend only on the batch size and on ready operators: the order is recorded once per
+        batch size, and repeated.
         """

@@ -1,8 +1,4 @@
-"""What the NanoFlow paper prints, to compare the model and the search with.
-
-Enters: nothing. Leaves: Tables 1 to 3, the machine, model and workload of Table 2, the ablation.
-Does not know: how any of it is computed.
-"""
+"""Numbers of the NanoFlow paper: Tables 1 to 3, the setup of Table 2, the ablation."""
 
 from __future__ import annotations
 
@@ -28,10 +24,8 @@ TABLE_1: tuple[tuple[Gpu, tuple[str, str, str]], ...] = (
     (Gpu("Intel", "Gaudi 3", 2024, 128, 3700, 1200, 1_800_000), ("0.035", "486", "0.32")),
     (Gpu("NVIDIA", "Ada 6000", 2022, 48, 960, 64, 182_000), ("0.050", "190", "0.067")),
 )
-"""Table 1, with its ratios MemSize / MemBW, Compute / MemBW and NetBW / MemBW as printed.
-
-The paper gives an H200 96 GB; the card has 141.
-"""
+"""Table 1, with its ratios MemSize / MemBW, Compute / MemBW and NetBW / MemBW as printed. The paper
+gives an H200 96 GB; the card has 141."""
 
 MACHINE = Machine(TABLE_1[2][0], 8)
 LLAMA_2_70B = MODELS[0]
@@ -65,7 +59,7 @@ MEASURED_US = {line.name: 1e3 * line.measured_ms / LLAMA_2_70B.num_layers for li
 """Microseconds of each operation in one layer."""
 
 PEAK_GFLOP_PER_S = 280_000
-"""What CUTLASS reached on an A100 (3.5)."""
+"""CUTLASS on an A100 (3.5)."""
 OPTIMAL_TOKENS_PER_S = 1857
 """The paper's result of equation 5: it needs 260 TFLOP/s where the text says 280."""
 
@@ -84,7 +78,7 @@ ABLATION = {"network": 1.07, "network and memory": 1.17}
 def layer(nano_batching_cost: float = NANO_BATCHING_COST) -> tuple[Operation, ...]:
     """One layer of Table 2's iteration, by its measured times, as a graph of operations.
 
-    Each dense operation costs `nano_batching_cost` of its time again for every nano-operation more:
-    weights are read again, and smaller GEMMs are less efficient.
+    nano_batching_cost: time share that a dense operation pays again for every further
+    nano-operation.
     """
     return dense_layer(MEASURED_US, {}, nano_batching_cost)

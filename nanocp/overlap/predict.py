@@ -1,10 +1,6 @@
-"""How long layers take in the order of a schedule, if nano-operations take other times.
+"""Predicted time of layers in a schedule's order under other times of nano-operations.
 
-Enters: a schedule, microseconds of each of its nano-operations. Leaves: microseconds of layers.
-Does not know: where times come from.
-
-An order says only what begins after the end of what. What did not run at once in the schedule never
-does, and so the parts of the GPU still add up to 1 at most, whatever the times are.
+Only end-to-start order is kept, so concurrent shares of the GPU still add up to 1 at most.
 """
 
 from __future__ import annotations
@@ -17,21 +13,21 @@ from nanocp.overlap.interference import Interference
 from nanocp.overlap.schedule import Schedule, duration_us
 
 _SLACK = 1e-3
-"""Share of a period by which an end may seem later than the start that followed it."""
+"""Tolerance of end before start, as a share of a period."""
 _FEW, _MANY = 4, 8
-"""Layers that are played; what each further one takes follows from these."""
+"""Numbers of layers played; further ones are extrapolated."""
 
 
 class _After(NamedTuple):
-    """What a nano-operation of a layer begins after."""
+    """A predecessor of a nano-operation."""
 
     earlier: int
     layers_before: int
-    """How many layers before it the earlier one belongs to; it may belong to a later layer."""
+    """Distance in layers to the predecessor, negative for a later layer."""
 
 
 class Order:
-    """In which order a schedule starts nano-operations, layer after layer."""
+    """The order in which a schedule starts nano-operations, layer after layer."""
 
     def __init__(self, schedule: Schedule, interference: Interference) -> None:
         self.slots = schedule.slots
@@ -42,7 +38,7 @@ class Order:
         self._after = [self._afters(start_us) for start_us in self._starts_us]
 
     def _afters(self, start_us: float) -> list[_After]:
-        """The last of each nano-operation to end before; those that imply others are enough."""
+        """The last predecessors of each nano-operation, without implied ones."""
         period, slack = self._period_us, _SLACK * self._period_us
         last = [
             _After(index, ceil((end_us - start_us - slack) / period))

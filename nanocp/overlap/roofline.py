@@ -1,9 +1,4 @@
-"""NanoFlow's cost model: what compute, memory and network ask of an iteration (its section 3).
-
-Enters: a GPU and how many, a dense model, a workload, a batch. Leaves: the optimal throughput
-(equation 5), and one line for each operation (its Table 2). Does not know: kernels, how operations
-overlap.
-"""
+"""NanoFlow's cost model (section 3): optimal throughput (equation 5) and demands (Table 2)."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ class DenseModel:
     num_kv_heads: int
     head_dim: int
     num_parameters: float
-    """The number that the model is named by: what equations 2, 4 and 5 use."""
+    """The nominal number, used by equations 2, 4 and 5."""
 
     @property
     def kv_width(self) -> int:
@@ -70,7 +65,7 @@ _BYTES = 2
 
 
 class Demand(NamedTuple):
-    """What one operation of an iteration asks for, over all layers and GPUs."""
+    """Demand of one operation of an iteration, over all layers and GPUs."""
 
     name: str
     gflop: float
@@ -98,9 +93,9 @@ class Machine:
         return self.num_gpus * self.gpu.mem_gb - 1e-9 * _BYTES * model.num_parameters
 
     def optimal_tokens_per_s(self, model: DenseModel, gflop_per_s: float | None = None) -> float:
-        """Equation 5: the throughput of one GPU, in tokens a second, when compute never waits.
+        """Equation 5: the compute-bound throughput of one GPU, in tokens a second.
 
-        gflop_per_s: what a GEMM reaches; by default what the data sheet says.
+        gflop_per_s: of a GEMM; by default the data sheet's.
         """
         return (gflop_per_s or self.gpu.fp16_gflop_per_s) * 1e9 / (2 * model.num_parameters)
 
@@ -119,16 +114,16 @@ class Machine:
 
 
 def kv_gb(model: DenseModel, requests: Requests, batch: int) -> float:
-    """KV of the requests that decode in a steady iteration of `batch` tokens, half-way on."""
+    """KV of the decoding requests, half-way on, in a steady iteration of `batch` tokens."""
     tokens = batch * requests.decode_share * (requests.prompt + requests.output / 2)
     return 1e-9 * tokens * 2 * model.kv_width * _BYTES * model.num_layers
 
 
 def demands(model: DenseModel, requests: Requests, batch: int, num_gpus: int) -> list[Demand]:
-    """What each operation asks for in a steady iteration of `batch` tokens (Table 2).
+    """Demand of each operation in a steady iteration of `batch` tokens (Table 2).
 
     A decoded token attends to the prompt and half of the output; a prompt's token to the whole
-    prompt, since the paper halves nothing for causality.
+    prompt, as in the paper.
     """
     layers, hidden = model.num_layers, model.hidden_size
     num_decoded = batch * requests.decode_share

@@ -1,10 +1,6 @@
-"""A periodic schedule of nano-operations, what makes it valid, and its file.
+"""A periodic schedule of nano-operations, its validity rules and its YAML file.
 
-Enters: nano-operations with their starts and parts of the GPU. Leaves: sentences about what breaks
-a law, YAML. Does not know: how a schedule was found.
-
-A schedule holds for every layer: what starts at `start_us` starts again one period later for the
-next layer. Its file is read only for the operations and the interference it was made for.
+It repeats for each layer, one period later.
 """
 
 from __future__ import annotations
@@ -23,11 +19,11 @@ from nanocp.overlap.operations import NanoOperation, Operation, waits
 
 VERSION = 1
 _TOLERANCE = 1e-4
-"""Share of a period that times may be off: solvers round."""
+"""Rounding tolerance of solvers, as a share of a period."""
 
 
 class Slot(NamedTuple):
-    """When a nano-operation runs, and with how much of the GPU."""
+    """Start of a nano-operation, and its share of the GPU."""
 
     nano: NanoOperation
     start_us: float
@@ -48,9 +44,8 @@ class Schedule:
 def violations(schedule: Schedule, interference: Interference) -> Iterator[str]:
     """Sentences about every law that the schedule breaks; none if it is valid.
 
-    Each nano-operation runs as long as its part of the GPU makes it, begins after those it reads
-    from have ended, and never runs beside one of its own resource; at any time the parts add up to
-    1 at most.
+    Durations follow from shares, dependencies end before starts, one resource runs one
+    nano-operation at a time, and concurrent shares add up to 1 at most.
     """
     period, slots = schedule.period_us, schedule.slots
     slack = _TOLERANCE * period
@@ -92,7 +87,7 @@ def name_of(nano: NanoOperation) -> str:
 
 
 def digest(operations: Sequence[Operation], interference: Interference) -> str:
-    """What a schedule was made for, in 16 hexadecimal digits."""
+    """Hash of the schedule's inputs, in 16 hexadecimal digits."""
     return hashlib.blake2b(
         repr((tuple(operations), interference)).encode(), digest_size=8
     ).hexdigest()
@@ -105,7 +100,7 @@ def write(
     interference: Interference,
     case: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the schedule as YAML. case: what the operations' times were computed from."""
+    """Write the schedule as YAML. case: the source of the operations' times."""
     content = {
         "version": VERSION,
         **({"case": dict(case)} if case else {}),

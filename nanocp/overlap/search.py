@@ -1,12 +1,6 @@
-"""NanoFlow's auto-search: the best periodic schedule of nano-operations (its section 4.1).
+"""NanoFlow's auto-search (4.1): a periodic schedule of nano-operations, and its lower bound.
 
-Enters: operations of a layer, their interference. Leaves: a schedule, and how far it is from the
-bound that no schedule beats. Does not know: where times come from, how a schedule is executed.
-
-Stage I finds an order in which operations of different resources overlap, without interference, at
-the shortest period: for a given period this is a small integer program, and the period is bisected.
-Stage II keeps the order and divides the GPU. As interference stretches memory-bound and
-network-bound operations most, stage I is repeated with these stretched, and the best end wins.
+Stage I finds an order by integer programs, stage II divides the GPU; the best stretch wins.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ _GRID = 20
 _MAX_LAYERS_APART = 3
 """Nano-operations of one period belong to this many neighbouring layers, at most."""
 _SOLVE_S = 8.0
-"""Longest solution of one program: what it has by then counts."""
+"""Time limit of one program."""
 _HALVES = (0.5,)
 _STRETCHES = tuple(product((1.0, 1.3, 1.6), (1.0, 2.0, 1.5, 2.5)))
 """Assumed slowdowns of (memory-bound, network-bound) operations in stage I."""
@@ -43,15 +37,15 @@ class BestSchedule:
     """The result of a search: microseconds of a layer, the best first."""
 
     fluid_us: float
-    """No schedule of two nano-operations each is shorter: any mix of the operations at any time."""
+    """Lower bound of any schedule of two nano-operations each."""
     schedule: Schedule
     structure_us: float
-    """Stage I's period for this schedule: what it would be without interference."""
+    """Stage I's period for this schedule, without interference."""
     sequential_us: float
 
     @property
     def gain(self) -> float:
-        """How many times faster the schedule is than operations in sequence."""
+        """Speed-up over operations in sequence."""
         return self.sequential_us / self.schedule.period_us
 
 
@@ -63,7 +57,7 @@ def search(
 ) -> BestSchedule:
     """Search for at most about `limit_s` seconds; `report` gets each schedule better than before.
 
-    If nothing is faster than the sequence of whole operations, that sequence is the schedule.
+    Falls back to the sequence of whole operations.
     """
     until_s = time.monotonic() + limit_s
     sequential_us = sum(operation.us for operation in operations)
@@ -148,7 +142,7 @@ def fluid_bound(
 
 @dataclass(frozen=True)
 class _Structure:
-    """What stage I decides: when each nano-operation would start without interference."""
+    """Result of stage I: starts of nano-operations without interference."""
 
     period_us: float
     starts_us: tuple[float, ...]
@@ -178,8 +172,7 @@ def _starts(
 ) -> tuple[float, ...] | None:
     """Starts that keep dependencies and never run two of one resource; None if none are found.
 
-    Two nano-operations of one resource belong to layers that are `apart` from each other where they
-    follow each other within a period.
+    Consecutive nano-operations of one resource belong to layers that are `apart` from each other.
     """
     program = _Program()
     starts = [program.at_least_0(_MAX_LAYERS_APART * period) for _ in nano]
@@ -202,10 +195,9 @@ def _starts(
 def _divide_gpu(
     nano: Sequence[NanoOperation], structure: _Structure, interference: Interference
 ) -> Schedule | None:
-    """Stage II: the order stays, each nano-operation gets a part of the GPU for its whole run.
+    """Stage II: in the same order each nano-operation gets a constant share of the GPU.
 
-    Between two neighbouring starts or ends the same nano-operations run: a phase. Its length is
-    free, the parts of those that run in it add up to 1 at most.
+    A phase is the time between two neighbouring starts or ends; its shares add up to 1 at most.
     """
     phases = _phases(structure)
     program = _Program()
@@ -248,7 +240,7 @@ def _divide_gpu(
 
 
 def _phases(structure: _Structure) -> list[set[int]]:
-    """Which nano-operations run between two neighbouring starts or ends, around one period."""
+    """Nano-operations between two neighbouring starts or ends, around one period."""
     period = structure.period_us
     spans = list(zip(structure.starts_us, structure.lengths_us, strict=True))
     edges = sorted({round(at % period, 3) for start, us in spans for at in (start, start + us)})
@@ -264,7 +256,7 @@ def _phases(structure: _Structure) -> list[set[int]]:
 
 @contextmanager
 def _without_banner() -> Iterator[None]:
-    """Standard output goes nowhere: the first solver writes its name there, silent or not."""
+    """Hide the banner that the first solver prints."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -278,7 +270,7 @@ def _without_banner() -> Iterator[None]:
 
 
 class _Program:
-    """A mixed integer linear program for HiGHS, on one thread and within a bound of time."""
+    """A mixed integer linear program for HiGHS, single-threaded, with a time limit."""
 
     def __init__(self) -> None:
         with _without_banner():

@@ -1,8 +1,4 @@
-"""What the plans say about each instance: its rows, its links, the KV that is still under way.
-
-Enters: plans, in order. Leaves: the loads of the window's step, and which rows joined and left.
-Does not know: costs, time, why anything changed.
-"""
+"""Loads of each instance as the plans decide them: rows, links, KV in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ _NO_CHANGES = TableChanges()
 
 
 class DecidedLoads:
-    """Kept up to date by what changed, as the instances do: nothing is walked."""
+    """Loads kept up to date by the changes alone."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         num = cluster.num_instances
@@ -34,9 +30,9 @@ class DecidedLoads:
         self._arriving_tokens = [0] * num
 
     def transfer_started(self, transfer: Transfer) -> Counter[int]:
-        """Count the tokens under way. Returns instance -> tokens.
+        """Count the tokens in flight. Returns instance -> tokens.
 
-        The scheduler's loads have them where they go; rows read them once they have arrived.
+        The scheduler's loads include them at once; rows read them once they have arrived.
         """
         tokens: Counter[int] = Counter()
         for target in transfer.targets:
@@ -74,11 +70,11 @@ class DecidedLoads:
         return joined, sorted(left)
 
     def request_ended(self, request_id: int) -> None:
-        """The scheduler ended or preempted it, maybe before its row started."""
+        """Forget a request that was ended or preempted, maybe before its row started."""
         self._has_arrived(request_id)
 
     def loads(self, decided: tuple[InstanceLoad, ...]) -> Loads:
-        """What the last window sent runs, from the scheduler's loads after it."""
+        """Loads of the last window sent, from the scheduler's loads after it."""
         num = self._cluster.num_instances
         num_rows = list(map(len, self._rows))
         rows = [sum(num_rows[instance::num]) for instance in range(num)]

@@ -1,9 +1,6 @@
-"""How far rows come in a simulated window whose steps have drafts.
+"""Progress of rows in a simulated window of steps with drafts.
 
-Enters: the share of drafts that is right, rows, windows. Leaves: tokens of each row, what its
-instance reports. Does not know: time, why a row is in a window.
-
-Whether a draft is right is drawn from its request, step and offset: every policy draws the same.
+Acceptance is drawn from request, step and offset, so that every policy draws the same.
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ class Speculation(NamedTuple):
     """Drafts of a simulated cluster."""
 
     shares: tuple[float, ...]
-    """The share of drafts that is right where those before are, by offset from 1."""
+    """Acceptance rate by offset from 1, given that the drafts before are accepted."""
     is_measured: bool = True
-    """Whether each window has as many as pay, else all."""
+    """Whether each window has as many drafts as pay, else all."""
 
     @classmethod
     def read(cls, text: str) -> Speculation:
-        """Read `D:SHARE`, `D:SHARE,SHARE` or `D:SHARE:always`. Raises ValueError saying so."""
+        """Read `D:SHARE`, `D:SHARE,SHARE` or `D:SHARE:always`; raises ValueError."""
         try:
             number, shares, *how = text.split(":")
             given = [float(share) for share in shares.split(",")]
@@ -44,7 +41,7 @@ class Speculation(NamedTuple):
 
 
 class Came(NamedTuple):
-    """How far a row came in a window."""
+    """Progress of a row in a window."""
 
     num_tokens: int
     last_step: int | None
@@ -59,9 +56,10 @@ def come(
     num_left: int,
     counts: list[list[int]],
 ) -> Came:
-    """What a row with num_left tokens to come gets in a window.
+    """Progress in a window of a row with num_left tokens to come.
 
-    shares: those of the window's drafts. counts: [checked, accepted] by offset, which grow.
+    shares: acceptance rates of the window's drafts. counts: [checked, accepted] by offset, which
+    grow.
     """
     total = 0
     for step in range(num_steps):

@@ -1,11 +1,4 @@
-"""KV under way to the instances: what shares a NIC takes turns, and prefill sends only so much.
-
-Enters: transfers that start, in bytes. Leaves: when each has arrived. Does not know: requests,
-tickets' meaning, which instance was chosen.
-
-A turn is a chunk of a transfer, so short that all transfers of a NIC go on at the same rate: one
-request of a million tokens does not keep a short one waiting behind it.
-"""
+"""KV transfers in flight to the instances, which share the NICs' bandwidth equally."""
 
 from __future__ import annotations
 
@@ -15,7 +8,6 @@ from math import ceil, inf
 from nanocp.simulator.costs.cluster_file import ClusterFile
 
 _ARRIVED_BYTES = 1e-3
-"""Less than this is what rounding left."""
 
 
 @dataclass(slots=True)
@@ -33,7 +25,7 @@ class Nics:
         self._bytes_per_us = file.ingest_gb_per_s * 1e3
         self._prefill_bytes_per_us = (file.prefill_gb_per_s or inf) * 1e3
         self._under_way: dict[tuple[int, bool], list[_UnderWay]] = {}
-        """(instance, whether prefill sends it) -> what goes on at one rate; no list is empty."""
+        """(instance, whether prefill sends it) -> transfers at one rate; no list is empty."""
         self._num_at = [0] * file.cluster.num_instances
         self._num_from_prefill = 0
         self._now_us = 0.0
@@ -50,7 +42,7 @@ class Nics:
     def start(
         self, ticket: int, instance: int, num_bytes: float, is_from_prefill: bool, now_us: int
     ) -> None:
-        """One instance's share of a transfer begins."""
+        """Begin one instance's share of a transfer."""
         self._advance(now_us)
         group = self._under_way.setdefault((instance, is_from_prefill), [])
         group.append(_UnderWay(ticket, num_bytes))
@@ -59,7 +51,7 @@ class Nics:
         self._is_next_known = False
 
     def arrived(self, now_us: int) -> list[tuple[int, int]]:
-        """Take what has arrived by now: (ticket, instance), ascending."""
+        """Take the transfers that have arrived: (ticket, instance), ascending."""
         self._advance(now_us)
         arrived: list[tuple[int, int]] = []
         for (instance, is_from_prefill), group in list(self._under_way.items()):
@@ -85,7 +77,6 @@ class Nics:
         return rate
 
     def _advance(self, now_us: int) -> None:
-        """Let time pass in which nothing starts or ends."""
         passed_us, self._now_us = now_us - self._now_us, now_us
         if passed_us:
             for kind, group in self._under_way.items():

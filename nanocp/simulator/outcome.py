@@ -1,7 +1,4 @@
-"""What a run shows: first token, later tokens, attainment, balance, queueing, the scheduler's time.
-
-Enters: what happens, as it happens. Leaves: an Outcome of numbers. Does not know: how it came.
-"""
+"""Metrics of a simulated run: TTFT, TPOT, SLO attainment, balance, queueing, scheduler time."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.values.plan import InstanceLoad, Placement, Plan
 
 ATTAINMENT = 0.99
-"""Share of the requests that must be within the SLO (6.1)."""
+"""Share of the requests that must meet the SLO (6.1)."""
 LEAST_ALLOWED_MISSES = 20
 """With fewer misses allowed, a handful of requests decides a verdict."""
 JUDGED_FOR_A_VERDICT = 2_200
-"""Requests that arrive in a run whose length is not given: a tenth more than allow those misses."""
+"""Arrivals in a run of default length: a tenth more than allow those misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet: both, or it has missed."""
+    """Latency targets of a request; it misses if either is exceeded."""
 
     tpot_us: int = 50_000
-    """Most microseconds for a token after the first, on average over the request (6.1)."""
+    """Mean microseconds per token after the first, at most (6.1)."""
     ttft_us: int = 500_000
-    """Most microseconds from arrival to the first token."""
+    """Microseconds from arrival to the first token, at most."""
 
     def __post_init__(self) -> None:
         if min(self.tpot_us, self.ttft_us) < 1:
@@ -44,13 +41,13 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How long a run is, and what it is judged by."""
+    """Length and SLO of a run."""
 
     warm_up_us: int
     measure_us: int
     slo: Slo = field(default_factory=Slo)
     max_misses: int | None = None
-    """Stop when more requests than this have missed it: the rest would change no verdict."""
+    """Stop when more requests than this have missed the SLO: the verdict is settled."""
 
     def __post_init__(self) -> None:
         if self.warm_up_us < 0 or self.measure_us < 1:
@@ -61,7 +58,7 @@ class Run:
 
     @property
     def end_us(self) -> int:
-        """When the run ends."""
+        """Microseconds at the end of the run."""
         return self.warm_up_us + self.measure_us
 
 
@@ -71,14 +68,14 @@ def measure_us_at(rate_per_s: float) -> int:
 
 
 class Latency(NamedTuple):
-    """Times of one judged request, in microseconds; for one that is late, the least they can be."""
+    """Microseconds of one judged request; a late one has lower bounds."""
 
     ttft_us: float
-    """From arrival to the first token: queueing and the transfer of its KV are in it."""
+    """From arrival to the first token, with queueing and KV transfer."""
     tpot_us: float | None
     """(last token - first token) / (tokens - 1). None: it has one token, or has not begun."""
     normalized_us: float
-    """(last token - arrival) / tokens: the paper's number, which folds both into one."""
+    """(last token - arrival) / tokens: the paper's normalized latency."""
 
     def meets(self, slo: Slo) -> bool:
         """Whether both times are within the SLO."""
@@ -87,15 +84,15 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run's numbers, all of the time after the warm-up; means are over time."""
+    """Metrics of a run after the warm-up; means are over time."""
 
     num_judged: int
-    """Requests that ended in that time, or are still there and have missed the SLO already."""
+    """Requests that ended in that time, or still run and have missed the SLO already."""
     num_missed: int
     num_refused: int
     """Refused requests are judged, and have missed."""
     num_not_judged: int
-    """Requests that ended in that time and began before the run, or are there and not late."""
+    """Requests that began before the run, or still run and are not late."""
     attainment: float
     """Share of the judged that met the SLO; 0 if none was judged."""
     ttft_ms_p50: float
@@ -120,40 +117,38 @@ class Outcome:
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
-    """Mean share of all frames that are free while requests wait, and not used (Figure 14)."""
+    """Mean share of all frames that are free while requests wait (Figure 14)."""
     frames_used_share: float
-    """Share of all frames that hold pages, or are promised to requests that run."""
+    """Share of all frames that hold pages, or are promised to running requests."""
     kv_imbalance: float
     """(max - mean) / mean of KV tokens over the instances."""
     row_imbalance: float
     cp_share: float
-    """Placed requests with a CP degree above 1, as a share of all placed."""
+    """Share of placed requests with a CP degree above 1."""
     cp_share_max: float
     layer_us: LayerTime
     """Mean of the slowest instance's layer."""
     layer_us_max: LayerTime
-    """The most of each."""
     plan_ms_mean: float
-    """Processor time of the scheduler a window: what else runs on the machine does not count."""
+    """CPU time of the scheduler per window."""
     plan_share: float
-    """Processor time of the scheduler as a share of a window's simulated time (Figure 16)."""
+    """CPU time of the scheduler as a share of a window's simulated time (Figure 16)."""
     num_windows: int
     is_hopeless: bool
     """Stopped early: max_misses was passed."""
     drift: float
-    """Requests in the cluster, those that wait among them: mean of the second half of the time
-    over that of the first, less 1; what a drift of the arrivals explains is taken out."""
+    """Mean number of requests in the second half over that in the first, less 1, corrected for the
+    drift of the arrivals."""
     is_drifting: bool
-    """The drift is more than chance: the numbers are not those of a steady state."""
+    """The drift is significant: the run is in no steady state."""
     two_lanes_share: float = 0.0
     """Share of the windows that ran in two lanes."""
     scheduled_share: float = 0.0
     """Share of the windows whose layers ran in the order of a searched schedule."""
     prefix_hit_rate: float = 0.0
-    """Share of the whole run's prompt tokens with page hashes whose pages were there and were
-    shared."""
+    """Share of the run's prompt tokens with page hashes whose pages were shared."""
     host_hit_rate: float = 0.0
-    """Share of them whose pages were in no frame any more, and came back from memory."""
+    """Share of those tokens whose pages came back from host memory."""
 
     @property
     def num_allowed_misses(self) -> int:
@@ -162,23 +157,21 @@ class Outcome:
 
     @property
     def is_sustained(self) -> bool:
-        """99% met the SLO, and the cluster does not fill up."""
+        """Whether 99% met the SLO, and the cluster does not fill up."""
         grows = self.is_drifting and self.drift > 0
         return self.attainment >= ATTAINMENT and not self.is_hopeless and not grows
 
 
 @dataclass(slots=True)
 class Half:
-    """One half of the measured time."""
-
     time_us: int = 0
     steps: int = 0
     requests: float = 0.0
-    """In the cluster, times microseconds."""
+    """Requests in the cluster, times microseconds."""
 
     @property
     def mean(self) -> float:
-        """Requests in the cluster; 0 if no window began in this half."""
+        """Mean requests in the cluster; 0 if no window began in this half."""
         return self.requests / max(self.time_us, 1)
 
 
@@ -211,7 +204,7 @@ class _Sums:
 
 
 class Recorder:
-    """Takes notes."""
+    """Collects a run's events and computes its Outcome."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -233,25 +226,25 @@ class Recorder:
 
     @property
     def is_hopeless(self) -> bool:
-        """More requests have missed the SLO than the run allows."""
+        """Whether more requests have missed the SLO than the run allows."""
         return self.run.max_misses is not None and self._num_missed > self.run.max_misses
 
     def arrived(self, request: WorkloadRequest) -> int:
-        """A request enters; returns its id."""
+        """Record an arrival; returns the request's id."""
         self._num_requests += 1
         self._arrivals[self._num_requests] = request
         self._asked.append((request.arrival_us, request.output_len))
         return self._num_requests
 
     def refused(self, request_id: int) -> None:
-        """The scheduler ended it."""
+        """Record a request that the scheduler ended."""
         del self._arrivals[request_id]
         self._num_multi -= self._degrees.pop(request_id, 1) > 1
         self._num_refused += 1
         self._num_missed += 1
 
     def planned(self, plan_ns: int, plan: Plan) -> None:
-        """The scheduler answered."""
+        """Record the scheduler's answer."""
         self._sums.plan_ns += plan_ns
         for placement in plan.placements:
             self._placed(placement)
@@ -265,15 +258,15 @@ class Recorder:
             self._queueing_us.append(max(0, self._now_us - self._arrivals[request_id].arrival_us))
 
     def at(self, now_us: int) -> None:
-        """Time goes on."""
+        """Advance the time."""
         self._now_us = now_us
 
     def first_token(self, request_id: int, at_us: int) -> None:
-        """The first token is there at at_us."""
+        """Record the first token, at at_us."""
         self._first_token_us[request_id] = at_us
 
     def finished(self, request_id: int, at_us: int) -> None:
-        """The last token is there at at_us."""
+        """Record the last token, at at_us."""
         request = self._arrivals.pop(request_id)
         first_us = self._first_token_us.pop(request_id)
         self._num_multi -= self._degrees.pop(request_id) > 1
@@ -295,7 +288,7 @@ class Recorder:
         loads_now: tuple[InstanceLoad, ...],
         num_waiting: int,
     ) -> None:
-        """A window was sent."""
+        """Record a window that was sent."""
         sums = self._sums
         if begins_us < self.run.warm_up_us:
             sums.plan_ns = 0
@@ -333,11 +326,7 @@ class Recorder:
             sums.free_while_waiting += free / total * time_us
 
     def latencies(self) -> list[Latency]:
-        """Times of the judged that were not refused.
-
-        A request that is late already will end later still: the least that its times can be stand
-        for it.
-        """
+        """Latencies of the judged that were not refused; a late one has lower bounds."""
         return [*self._latencies, *self._late()]
 
     def _late(self) -> Iterator[Latency]:
@@ -352,7 +341,7 @@ class Recorder:
                 yield latency
 
     def _drift_of_arrivals(self) -> float:
-        """The drift if each token took as long as in the first half, over that of even arrivals."""
+        """The drift if tokens took as long as in the first half, over that of even arrivals."""
         run, first = self.run, self._sums.halves[0]
         tpot_us = first.time_us / max(first.steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
@@ -369,7 +358,7 @@ class Recorder:
         return came[1] * evenly[0] / (came[0] * evenly[1]) - 1 if all(came + evenly) else 0.0
 
     def outcome(self) -> Outcome:
-        """The numbers so far."""
+        """The metrics so far."""
         sums = self._sums
         latencies, slo = self.latencies(), self.run.slo
         num_late = len(latencies) - len(self._latencies)
@@ -425,7 +414,7 @@ class Recorder:
 
 
 def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
-    """Times of a request that has its last token at last_us, or would have it then at the best."""
+    """Latency of a request with its last token at last_us, or then at the earliest."""
     num_later = request.output_len - 1
     return Latency(
         first_us - request.arrival_us,
@@ -439,7 +428,7 @@ def _num_frames(loads: tuple[InstanceLoad, ...]) -> int:
 
 
 def percentile(ascending: list[float] | list[int], percent: float) -> float:
-    """Nearest rank; 0 of nothing."""
+    """The nearest-rank percentile; 0 of nothing."""
     if not ascending:
         return 0.0
     return ascending[max(0, math.ceil(len(ascending) * percent / 100) - 1)]

@@ -1,8 +1,4 @@
-"""Plays an event log again: the same scheduler, the same calls; are the plans the same?
-
-Enters: a log. Leaves: what was played, and the first call whose plan differs. Does not know: where
-the log is from.
-"""
+"""Replays an event log with the same scheduler and compares the plans."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ Watch = Callable[[int, Sequence[ServiceEvent], Plan, Mapping[int, str]], None]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first call that is answered differently; nothing is played after it."""
+    """The first call that is answered differently; replay stops there."""
 
     call: int
     """Counts from 1."""
@@ -34,12 +30,12 @@ class Difference:
     """Digest of the plan in the log. None: the scheduler failed."""
     replayed: dict[str, int | str] | None
     error: str = ""
-    """Why the scheduler failed now."""
+    """The scheduler's error in the replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What was played."""
+    """Summary of a replay."""
 
     policy: str
     num_instances: int
@@ -52,7 +48,7 @@ class Replayed:
     is_truncated: bool
     """The log's last record was cut off, and is not counted."""
     failure: str
-    """The scheduler's failure in the last call, in the log and now alike. Empty: none."""
+    """The scheduler's failure in the last call, equal in the log and now. Empty: none."""
     difference: Difference | None
 
 
@@ -61,9 +57,8 @@ def replay(
 ) -> Replayed:
     """Play a log to its end or to the first difference.
 
-    explainer: takes notes of some requests. watch: gets each call with its answer and
-    with Scheduler.noted. Raises ValueError for a damaged log, for an unknown policy, and for an
-    explainer of a pipeline's log.
+    explainer: takes notes of some requests. watch: gets each call, its answer and Scheduler.noted.
+    Raises ValueError for a damaged log, an unknown policy, and an explainer of a pipeline's log.
     """
     header, pipeline = log.header, log.header.pipeline
     scheduler: Scheduler | PassPlanner
@@ -119,9 +114,9 @@ def _watched(
 
 
 def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:
-    """Plan a window: the digest of the plan, or None and why the scheduler failed.
+    """Plan a window: the digest of the plan, or None and the scheduler's error.
 
-    It may fail because events that never happened can break any assumption.
+    Invented events can break any assumption, so it may fail.
     """
     try:
         return digest(plan_window([event for _, event in call.events], call.now_us)), ""

@@ -1,10 +1,6 @@
-"""The service's own scheduler on a simulated cluster: an event heap, and the cost model for a step.
+"""Discrete-event simulation: the service's own scheduler with a cost model in place of the cluster.
 
-Times are integer microseconds. Enters: a cluster file, a policy, a workload. Leaves: an Outcome.
-Does not know: which policy it runs.
-
-As in the service, the scheduler is called when every instance has reported a window, and on an
-event while fewer than two windows are in flight; a window runs when the one before it has ended.
+As in the service, at most two windows are in flight. Times are integer microseconds.
 """
 
 from __future__ import annotations
@@ -46,15 +42,12 @@ from nanocp.values.plan import (
 )
 
 FLUID = "fluid"
-"""The bound: every load spread perfectly evenly, exchange free, one pool of frames. No policy of
-the service."""
+"""The bound: loads spread evenly, exchange free, one pool of frames. It is no service policy."""
 _NOTHING = Plan(None)
 
 
 @dataclass(slots=True)
 class _Window:
-    """A window in flight."""
-
     number: int
     ends_us: int
     step: StepTime
@@ -64,16 +57,16 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanisms:
-    """What a simulated cluster does besides its policy; the fluid bound, the first three."""
+    """Features of a simulated cluster besides its policy; the fluid bound has the first three."""
 
     steps_per_window: int = 1
     prefix_sharing: bool = True
     wire_form: str = ""
-    """What travels between instances; empty: the cheaper one."""
+    """Wire form between instances; empty: the cheaper one."""
     lanes: bool = False
     """Whether windows run in two lanes where the cost model says that they pay."""
     schedule: Schedule | None = None
-    """The order in which layers run where that pays; None: program order."""
+    """Schedule of the layers' operations, used where it pays; None: program order."""
     host_pages: int = 0
     """Full pages of prompts that each instance keeps outside its frames."""
     speculation: Speculation | None = None
@@ -92,9 +85,9 @@ def make_simulation(
 ) -> Simulation:
     """Make a simulation of a policy, or of the fluid bound.
 
-    recorder: takes the notes instead of a plain one of the run. event_log: takes every call of the
-    scheduler. explainer: takes notes of some requests. Raises ValueError for an unknown policy or
-    constants, OSError if the event log cannot be written.
+    recorder: replaces the run's plain one. event_log: takes every call of the scheduler. explainer:
+    takes notes of some requests. Raises ValueError for an unknown policy or constants, OSError if
+    the event log cannot be written.
     """
     is_fluid = policy == FLUID
     num_shares = file.cluster.num_instances if is_fluid else 1
@@ -138,7 +131,7 @@ def make_simulation(
 def _with_drafts(
     file: ClusterFile, config: SchedulerConfig, model: CostModel, speculation: Speculation
 ) -> tuple[ClusterFile, SchedulerConfig]:
-    """The cluster whose frames have one layer more, and what its scheduler weighs."""
+    """The cluster with one more KV layer for the drafts, and the scheduler's draft table."""
     num, layers = len(speculation.shares), file.model.num_layers
     num_frames = file.cluster.num_frames * layers // (layers + 1)
     file = replace(file, cluster=replace(file.cluster, num_frames=num_frames))
@@ -157,7 +150,7 @@ def _with_drafts(
 def scheduler_config(file: ClusterFile, model: CostModel, policy: str) -> SchedulerConfig:
     """The scheduler's configuration on a simulated cluster: its degrees, costs and targets.
 
-    Raises ValueError for a configuration that cannot be.
+    Raises ValueError for an invalid configuration.
     """
     return SchedulerConfig(
         policy=policy,
@@ -186,12 +179,11 @@ class Simulation:
         time_of: Callable[[Loads], StepTime] | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """time_of: how long a step of one lane takes; by default what the model says."""
+        """time_of: duration of a one-lane step; by default the cost model's."""
         self._speculation = speculation
         self._file = file
         self.model = model
         self._time_of = time_of or model.step
-        """What a step takes."""
         self._num_steps = config.steps_per_window
         self.scheduler = Scheduler(file.cluster, config, explainer)
         plan_window = self.scheduler.plan_window
@@ -200,24 +192,21 @@ class Simulation:
         self._decided = DecidedLoads(file.cluster)
         self._recorder = recorder
         self._heap: list[tuple[int, int, Event | None]] = []
-        """(time, order of insertion, what happens): None is the end of the oldest window."""
+        """(time, order of insertion, event); None is the end of the oldest window."""
         self._num_pushed = 0
         self._windows: deque[_Window] = deque()
         self._requests: dict[int, WorkloadRequest] = {}
         self._num_tokens: dict[int, int] = {}
-        """Generated before the row's present stay in the windows."""
+        """Tokens generated before the row's present stay in the windows."""
         self._joined_step: dict[int, int] = {}
         self._last_window: dict[int, list[int]] = {}
-        """window -> requests that get their last token in it, unless their row leaves before."""
+        """Window -> requests that get their last token in it, unless their row leaves before."""
         self._nics = Nics(file)
 
     def run(
         self, requests: Iterator[Upcoming], on_progress: Callable[[int], None] | None = None
     ) -> Outcome:
-        """Play until the run's end, or until nothing is left to happen.
-
-        on_progress gets the simulated time, in us.
-        """
+        """Play until the run ends, or no event is left; on_progress gets the simulated us."""
         recorder = self._recorder
         upcoming = next(requests, None)
         events: list[Event] = []
@@ -266,7 +255,7 @@ class Simulation:
     # --- the controller's part
 
     def _plan(self, events: list[Event], now_us: int) -> None:
-        """Call the scheduler until it has nothing more to say, as the controller does."""
+        """Call the scheduler until its plan is empty, as the controller does."""
         while True:
             began_ns = time.thread_time_ns()
             plan = self._plan_window(events, now_us)
@@ -302,7 +291,6 @@ class Simulation:
             self._send_window(plan.window, plan.instances, now_us)
 
     def _start_transfer(self, transfer: Transfer, now_us: int) -> None:
-        """Every receiver's NIC carries its share by turns with what else is under way to it."""
         # Pages that move are all there; of a prompt's, prefill may have sent some before.
         is_from_prefill = transfer.source is None
         share = self._file.ingest_tail_share if is_from_prefill else 1.0
@@ -343,7 +331,7 @@ class Simulation:
         )
 
     def _row_leaves(self, request_id: int, window: int) -> None:
-        """It stopped, or all its tokens are in windows before this one, or else it is parked."""
+        """Whether the row has stopped, was parked, or has all its tokens in earlier windows."""
         if self._speculation:
             return
         if request_id in self._requests and self._last_step(request_id) >= window * self._num_steps:
@@ -359,7 +347,7 @@ class Simulation:
     # --- the instances' part
 
     def _end_window(self) -> list[Event]:
-        """Let every instance report the oldest window; rows that got their last token stop."""
+        """Report the oldest window for every instance; rows that got their last token stop."""
         window = self._windows.popleft()
         if self._speculation:
             return self._end_window_with_drafts(window, self._speculation.shares)
@@ -387,7 +375,7 @@ class Simulation:
         ]
 
     def _end_window_with_drafts(self, window: _Window, shares: Sequence[float]) -> list[Event]:
-        """Let every instance report a window with drafts: what each row got is known only now."""
+        """Report a window with drafts, whose accepted tokens are known only now."""
         num_steps, num_drafts = self._num_steps, window.step.num_drafts
         finished: dict[int, list[Finished]] = defaultdict(list)
         advanced: dict[int, list[int]] = defaultdict(list)
@@ -424,7 +412,7 @@ class Simulation:
 
 
 def _as_one_instance(file: ClusterFile) -> ClusterFile:
-    """Put the whole cluster into one instance, which stands for all in the cost model."""
+    """Merge the whole cluster into one instance of the cost model."""
     num = file.cluster.num_instances
     bounds = file.cluster.bounds
     cluster = replace(

@@ -1,8 +1,4 @@
-"""The highest rate that a policy sustains: 99% of the requests within the SLO, and no drift (6.1).
-
-Enters: how to run at a rate. Leaves: the highest sustained rate and its outcome. Does not know:
-policies, clusters.
-"""
+"""Search for a policy's sustained rate: 99% of the requests within the SLO, and no drift (6.1)."""
 
 from __future__ import annotations
 
@@ -16,14 +12,14 @@ from nanocp.simulator.outcome import ATTAINMENT, LEAST_ALLOWED_MISSES, Outcome, 
 from nanocp.simulator.trial import Trial
 
 PRECISION = 1.03
-"""The answer is sustained, and this much more is not."""
+"""Relative precision of the rate."""
 _TPOT_GROWTH = 3
 """Near the SLO the time per token grows about as the rate to this power."""
 NUM_SEEDS = 3
-"""A few long requests more or less change what a mix needs; a trace has no seed."""
+"""A few long requests more or less change a mix's result; a trace has no seed."""
 MIN_RATE, MAX_RATE = 0.05, 4096.0
 _MOST_JUDGED = 1.5
-"""Requests that a run can judge, at most, for each that is expected to arrive while it measures."""
+"""Most requests to judge for each expected arrival in the measured time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +27,14 @@ class Sustained:
     """The answer of a search."""
 
     rate_per_s: float
-    """0 if not even the least that was to be tried is sustained."""
+    """0 if not even the least rate is sustained."""
     outcome: Outcome | None
     num_runs: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The answers for every seed, and what they are together."""
+    """The answers for every seed, and their summary."""
 
     seeds: tuple[Sustained, ...]
 
@@ -49,7 +45,7 @@ class Sweep:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """What the highest sustained rates were like, of each seed that had one."""
+        """Outcomes at the highest sustained rates, for each seed that had one."""
         return [one.outcome for one in self.seeds if one.outcome is not None]
 
     @property
@@ -69,11 +65,9 @@ def highest_sustained_rate(
 ) -> Sustained:
     """Find the highest rate, in requests a second, that is sustained.
 
-    The rates are powers of the precision, so that the answer is the same wherever it begins, if all
-    rates below some one are sustained and none above. From first_rate it goes up or down until one
-    rate is sustained and one is not, then narrows that down. A run's time per token, compared with
-    that of the SLO, says how far to go. on_run gets each rate tried and whether it was sustained.
-    Rates below least_rate are not tried.
+    Rates are powers of the precision, at least least_rate. The search brackets the answer from
+    first_rate, then bisects; the time per token against the SLO's sets the steps. on_run gets each
+    rate and whether it was sustained.
     """
     if not MIN_RATE <= first_rate <= MAX_RATE:
         raise ValueError(f"first_rate is {first_rate}; it must be from {MIN_RATE} to {MAX_RATE}")
@@ -122,8 +116,8 @@ def sweep(
 ) -> Sweep:
     """The highest rate that the trial's policy sustains, for its workload's seed and the next ones.
 
-    part: what is played of a trial at a rate. The search begins at the workload's rate, that of a
-    further seed at the answer of the one before. Raises ValueError for a workload without a rate.
+    part: the part of a trial to play at a rate. The search begins at the workload's rate, then at
+    the last seed's answer. Raises ValueError for a workload without a rate.
     """
     workload = trial.workload
     if workload.name in STATIC:
@@ -152,10 +146,10 @@ def seeds_of(trial: Trial, num_seeds: int) -> list[Trial]:
 def attempts(
     trial: Trial, part: Callable[[Trial], Trial] = lambda trial: trial
 ) -> Callable[[float], Outcome]:
-    """How to run at a rate. A run ends as soon as it has too many misses to pass.
+    """A function that plays a rate and stops early when too many requests miss.
 
-    One that meets the SLO while the cluster seems to fill up is played again, three times as long:
-    if the SLO is met then too, the rate is sustained.
+    A run that meets the SLO but drifts is played again, three times as long; it counts as sustained
+    if it then meets the SLO.
     """
 
     def attempt(rate_per_s: float) -> Outcome:

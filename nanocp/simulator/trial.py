@@ -1,9 +1,6 @@
-"""One question to the simulator: a cluster, a policy and a load; how long to look, and the SLO.
+"""A question to the simulator: a cluster, a policy, a load, a duration and an SLO.
 
-Enters: what is simulated. Leaves: simulations whose clusters begin as full as they would be after a
-long time. Does not know: how a step is timed, what a policy decides.
-
-Every program asks through a Trial, so that equal questions have equal answers.
+All programs ask through a Trial, so that equal questions have equal answers.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from nanocp.values.plan import PAGE_SIZE
 
 WARM_UP_US = 40_000_000
 _STATIC_US = 60_000_000
-"""Measured of the static scenario, which has no rate."""
+"""Measured time of the static scenario, which has no rate."""
 _PILOT = Run(warm_up_us=200_000, measure_us=600_000)
 _NUM_PILOTS = 3
 _STATIC_ROWS = 64
 """Rows of an instance for which static CP's wire form is the cheaper one."""
 _SAMPLE = 4
 _SLOWEST = 2
-"""A cluster begins with what runs at this many times the SLO's time per token, or less."""
+"""Initial requests have at most this many times the SLO's time per token."""
 _MOST_TIMES = 1e4
 _GRID_US = 1_000_000
 _FULL = 0.95
@@ -44,7 +41,7 @@ _FULL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Trial(Mechanisms):
-    """What is simulated, and how it is judged."""
+    """The simulated system, its load and its SLO."""
 
     file: ClusterFile
     policy: str
@@ -60,7 +57,7 @@ class Trial(Mechanisms):
 
     @property
     def run(self) -> Run:
-        """How long the run is, and what it is judged by."""
+        """Length and SLO of the run."""
         measure_us = self.measure_us
         if measure_us is None:
             is_static = self.workload.name in STATIC
@@ -69,9 +66,9 @@ class Trial(Mechanisms):
 
     @property
     def form(self) -> str:
-        """The wire form of its runs: the one named, or what the cost model finds cheaper.
+        """The named wire form, or the one that the cost model finds cheaper.
 
-        All rows of static CP have links, so for it that is judged by as many.
+        All rows of static CP have links, which the choice counts.
         """
         num_others = self.file.cluster.instances_per_node - 1
         num_links = _STATIC_ROWS * num_others if self._is_static else 0
@@ -88,8 +85,8 @@ class Trial(Mechanisms):
     def charged(self) -> ClusterFile:
         """The cluster file with the costs that its policy is charged by.
 
-        Engines with static CP gather the queries of a group before they attend, all in one launch.
-        So it is charged both hops, and attention once.
+        Static CP gathers a group's queries and attends in one launch: it pays both hops, and
+        attention once.
         """
         if not self._is_static:
             return self.file
@@ -102,9 +99,9 @@ class Trial(Mechanisms):
         return replace(self, workload=replace(self.workload, rate_per_s=rate_per_s))
 
     def busiest(self, least: int) -> Trial:
-        """The part of the measured time of a trace in which most tokens are asked and read.
+        """The part of a trace's measured time with the most tokens asked and read.
 
-        least: requests that arrive in it on average. A part is half of it at least.
+        least: mean number of requests that arrive in it. A part is at least half of the time.
         """
         run, rate = self.run, self.workload.rate_per_s
         measure_us = min(run.measure_us, max(run.measure_us // 2, round(1e6 * least / rate)))
@@ -125,7 +122,7 @@ class Trial(Mechanisms):
 
     @property
     def likely_rate(self) -> float:
-        """Requests a second at which a balanced step takes what the SLO allows for a token."""
+        """Requests a second at which a balanced step takes the SLO's time per token."""
         return self.workload.rate_per_s * _Population(self).most_times
 
     def requests(self) -> Iterator[WorkloadRequest]:
@@ -138,7 +135,7 @@ class Trial(Mechanisms):
         event_log: Path | None = None,
         explainer: Explainer | None = None,
     ) -> Simulation:
-        """A simulation of the trial; `make_simulation` says what may be given, and raises."""
+        """A simulation of the trial, with the arguments and errors of `make_simulation`."""
         return make_simulation(
             self.charged,
             self.constants,
@@ -155,12 +152,10 @@ class Trial(Mechanisms):
         return self.simulation(recorder).run(self.requests())
 
     def filled(self) -> Trial:
-        """The trial, beginning as if it had run for ever at its rate.
+        """The trial with the initial load of a steady state at its rate.
 
-        The cost model knows how long a step takes if the cluster is balanced perfectly; short
-        pilots say how much longer it takes under the policy. The time per token is where that sum
-        is the step of the requests that then run (Little's law). The static scenario stays as it
-        is.
+        The cost model times a balanced step, short pilots add the policy's excess, and Little's law
+        gives the running requests. The static scenario is unchanged.
         """
         if self.begins_empty or self.workload.name in STATIC:
             return self
@@ -186,7 +181,7 @@ class Trial(Mechanisms):
 
 
 class _Population:
-    """How many requests run at a time per token, and how long a balanced step of them takes."""
+    """Running requests as a function of the time per token, and their balanced step time."""
 
     def __init__(self, trial: Trial) -> None:
         cluster = trial.file.cluster
@@ -209,7 +204,7 @@ class _Population:
 
     @property
     def most_times(self) -> float:
-        """How many times the load's rate a balanced cluster sustains, to 1%."""
+        """The load that a balanced cluster sustains, as a multiple of the rate, to 1%."""
         times, slo_us = min(self._full_us / self._slo_us, _MOST_TIMES), self._slo_us
         kv_tokens, rows = slo_us * self._kv_tokens_per_us, slo_us * self._rows_per_us
         while (
@@ -219,9 +214,9 @@ class _Population:
         return times
 
     def balanced(self, kv_tokens: float, rows: float) -> tuple[float, float]:
-        """(microseconds a token, tokens a step) of that load if no instance has more than another.
+        """(microseconds a token, tokens a step) of that load on balanced instances.
 
-        A step has one token of a row, or all drafts where these pay.
+        A step yields one token of a row, or all drafts where these pay.
         """
         kv, num = round(kv_tokens), round(rows)
         loads = Loads([kv], [num], [num], [0], [0])
@@ -233,9 +228,9 @@ class _Population:
         return us / num_tokens, num_tokens
 
     def tpot_us(self, excess_us: float) -> int:
-        """Find the least time per token that is as long as a balanced step plus the excess.
+        """Find the least time per token that equals its balanced step plus the excess.
 
-        The step is that of the load which then runs; the load is at most what fills the cluster.
+        The load is at most what fills the cluster.
         """
         low, high = 0.0, self._most_us
         for _ in range(20):

@@ -1,7 +1,4 @@
-"""`torch.compile(model, backend=overlap_backend(policy))`: a model in the order of a policy.
-
-Enters: a model, a policy. Leaves: the model, compiled. Does not know: orders, graphs' insides.
-"""
+"""`torch.compile(model, backend=overlap_backend(policy))`: a model in the order of a policy."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ def overlap_backend(
     """Make a backend of torch.compile that runs operators in the order of a policy.
 
     The batch is the dynamic first dimension of the inputs (`torch._dynamo.mark_dynamic`); `overlap`
-    marks it. A graph that cannot be split safely runs in program order, and a warning says why.
-    `built` gets the engine of every other graph. inductor: compile operators, and graphs that run
-    whole; merging then copies.
+    marks it. A graph that cannot be split safely runs in program order, with a warning. `built`
+    gets the engine of every other graph. inductor: compile operators, and graphs that run whole;
+    merging then copies.
     """
 
     def whole_of(graph: GraphModule) -> Callable[..., Any]:
@@ -62,9 +59,8 @@ def overlap(
 ) -> Callable[..., Any]:
     """Compile a model so that its operators run in the order of a policy.
 
-    The batch is the first dimension of the first tensor that the model is called with, and of every
-    other that is as long there: also inside lists, dictionaries and plain objects, such as a cache.
-    inductor: see overlap_backend.
+    The batch is the first dimension of the first input tensor, and of every other of that length,
+    also in lists, dictionaries and plain objects such as a cache. inductor: see overlap_backend.
     """
     made = torch.compile(model, backend=overlap_backend(policy, built, inductor))
 
@@ -80,7 +76,7 @@ def overlap(
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor with a dimension in a value that a model is called with, in order."""
+    """Every tensor with a dimension in a model's arguments, in order."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim():

@@ -1,10 +1,6 @@
-"""What each value of a traced graph has to do with the batch.
+"""Batch dimension of each value in a TorchDynamo graph, found by its symbol in the shapes.
 
-Enters: a graph of TorchDynamo. Leaves: its batch, and the kind of each of its values. Does not
-know: operators, orders, what a value holds.
-
-The batch is a symbol in the shapes of the graph. A value that has it in one dimension is cut along
-that dimension; a size that has it is computed anew; everything else is shared.
+A value with the symbol in one dimension is cut there, a size is recomputed, all else is shared.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 
 class CannotSplit(Exception):
-    """The model runs in program order on the whole batch; the sentence says why."""
+    """The model runs in program order on the whole batch, for the reason given."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Size:
 
 
 Kind = Cut | Size | None
-"""What a value has to do with the batch; None: nothing, it is the same for every micro-batch."""
+"""Relation of a value to the batch; None: the same for every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class BatchSymbol:
     """Names of inputs: one for each of these symbols."""
 
     def kind(self, node: Node) -> Kind:
-        """The kind of what the node makes. Raises CannotSplit."""
+        """The kind of the node's value. Raises CannotSplit."""
         value = node.meta.get("example_value", node.meta.get("val"))
         if isinstance(value, torch.SymInt):
             expression = value.node.expr.subs(self.same)
@@ -82,7 +78,7 @@ class BatchSymbol:
 def batch_of(graph: GraphModule) -> BatchSymbol:
     """The first dimension of the inputs that have a symbolic one. Raises CannotSplit.
 
-    Inputs that are as long there have one batch.
+    Inputs of equal length share one batch.
     """
     found: dict[sympy.Symbol, str] = {}
     lengths: set[int] = set()

@@ -1,8 +1,4 @@
-"""Inputs that tell rows apart, and whether two results are equal but for rounding.
-
-Enters: an input, or what two runs made. Leaves: rows that differ, or a sentence about what differs.
-Does not know: what ran.
-"""
+"""Test inputs with distinct rows, and comparison of two results up to rounding."""
 
 from __future__ import annotations
 
@@ -21,14 +17,14 @@ _TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
-"""Largest difference that is rounding, as a share of a value and of `_scale`; others are equal."""
+"""Largest rounding difference, as a share of a value and of `_scale`; other types must be equal."""
 _MOST_SAMPLED = 2**20
 
 
 def altered(value: Tensor, cut: Cut, batch_size: int) -> Tensor:
-    """A batch of rows that differ, of values such as the tensor has.
+    """A random batch of distinct rows, of values such as the tensor has.
 
-    Draws random numbers. Zeros become zeros and ones: all else may be more than a table has rows.
+    Zeros become zeros and ones: larger values may exceed an embedding table.
     """
     shape = list(value.shape)
     shape[cut.dim] = batch_size * cut.rows_each
@@ -67,7 +63,7 @@ def difference(result: Any, expected: Any) -> str:
 
 
 def _scale(values: Tensor) -> float:
-    """A magnitude that one distinct value in ten exceeds: what is banned by a large one is one."""
+    """The 90th percentile of distinct magnitudes, so that masks' large values do not count."""
     sampled = values.abs().flatten()[:: 1 + values.numel() // _MOST_SAMPLED]
     distinct = torch.unique(sampled[sampled.isfinite()])
     return float(distinct[len(distinct) * 9 // 10]) if len(distinct) else 0.0

@@ -1,11 +1,4 @@
-"""Run a program's operators in the order of a policy (DynaFlow, 3.3).
-
-Enters: a program, a policy, what the model is called with. Leaves: what the model returns. Does not
-know: how a model was traced or cut, how a policy decides.
-
-A policy's calls are recorded at the first forward of a batch size and repeated at later ones. What
-no operator needs any more is freed at once. `num_copied_bytes` counts what merging has copied.
-"""
+"""Run a program's operators in the order of a policy (DynaFlow, 3.3)."""
 
 from __future__ import annotations
 
@@ -29,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class OverlapEngine:
-    """Runs one program under one policy."""
+    """Runs one program under one policy.
+
+    The policy's calls are recorded once per batch size, then repeated.
+    """
 
     def __init__(
         self,
@@ -41,7 +37,7 @@ class OverlapEngine:
         """Begin without a recording.
 
         whole: the model in program order, for batches that the policy does not split. streams_of:
-        makes the streams of the device that the inputs are on.
+        makes streams for the device of the inputs.
         """
         self.recordings: dict[int, Recording | None] = {}
         """By batch size; None: program order on the whole batch, nothing is fused."""
@@ -79,10 +75,7 @@ class OverlapEngine:
         return self._whole(*inputs)
 
     def _record(self, inputs: Sequence[Any], batch_size: int) -> Recording | None:
-        """Let the policy decide on a batch size; None if that makes something wrong.
-
-        What is split or fused also runs whole, on rows that differ, and the results are compared.
-        """
+        """Record the policy for a batch size; None if a comparison with the whole batch fails."""
         recording = record(self.program, self._policy, batch_size)
         if recording is None:
             return None
@@ -94,7 +87,7 @@ class OverlapEngine:
         return None
 
     def _reason(self, inputs: Sequence[Any], recording: Recording) -> str:
-        """A sentence about what the recording makes wrong, or how it fails; empty if right."""
+        """A sentence about the recording's error; empty if right."""
         program = self.program
 
         def copied(number: int, value: Any) -> Any:
@@ -154,7 +147,7 @@ class Forward:
             begin += size
 
     def run(self) -> Any:
-        """Run every step; returns what the model returns, of the whole batch."""
+        """Run every step; returns the model's output of the whole batch."""
         values_of = self._values
         for step in self._recording.steps:
             try:
@@ -233,7 +226,7 @@ class Forward:
         return torch.fx.node.map_aggregate(self._program.outputs, whole)
 
     def _part(self, number: int, value: Any, begin: int, size: int) -> Any:
-        """A micro-batch's part of a value of more rows: a view, but for what it writes to."""
+        """A micro-batch's part of a value: a view, or a copy if the model writes to it."""
         kind = self._program.kinds[number]
         if isinstance(kind, Size):
             return kind.of(size)
@@ -297,7 +290,6 @@ class Forward:
         return self._merged_tensors[number].narrow(0, begin, shape[0])
 
     def _keep(self, op: Op, outputs: Sequence[Any]) -> None:
-        """Take an operator's outputs."""
         values = self._values[op.micro_batch]
         for number, output in zip(
             self._program.operators[op.number].outputs, outputs, strict=False

@@ -1,9 +1,4 @@
-"""Operators that Inductor compiles: once for all that differ in their parameters only.
-
-Enters: a program. Leaves: the same program, whose operators call what was compiled. Does not know:
-orders, micro-batches. TorchDynamo compiles at an operator's first call, and anew for sizes that
-what it compiled is not for.
-"""
+"""Inductor compilation of operators, once for all that differ only in parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +14,13 @@ from nanocp.overlap.policies.orders import NETWORK
 
 
 def compiled_module(module: GraphModule) -> Any:
-    """The module, compiled when it is first called.
-
-    TorchDynamo bounds how often code is compiled, and modules share theirs: each counts alone.
-    """
+    """The module, compiled at its first call with a recompile limit of its own."""
     compile_alone: Any = torch.compile  # whose overloads lack the argument
     return compile_alone(module, isolate_recompiles=True)
 
 
 def compiled(program: Program) -> Program:
-    """The program with compiled operators. What communicates stays as it is, and starts at once."""
+    """The program with compiled operators; communication stays uncompiled, and starts at once."""
     made: dict[str, Any] = {}
     operators = []
     for each in program.operators:
@@ -43,10 +35,7 @@ def compiled(program: Program) -> Program:
 
 
 def kind_of(module: GraphModule) -> str:
-    """A text that two operators share if they compute the same of inputs of the same shapes.
-
-    Parameters are inputs, so layers of a model have the same kinds.
-    """
+    """A key that operators share if they compute the same of equal shapes but for parameters."""
     places: dict[Node, Any] = {node: f"%{place}" for place, node in enumerate(module.graph.nodes)}
     lines = []
     for node in module.graph.nodes:

@@ -1,8 +1,4 @@
-"""Operators that write an output where it is wanted, so that merging micro-batches copies nothing.
-
-Enters: an operator's module. Leaves: one that takes a tensor to write to, if its last step can do
-that. Does not know: micro-batches, which memory it is (DynaFlow, Algorithm 2).
-"""
+"""Operators that write an output in place, for merging without copies (DynaFlow, Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from torch.fx import GraphModule, Node
 from nanocp.overlap.engine.partition import Program
 
 Place = Callable[[Sequence[int], Tensor], Tensor]
-"""Gives the memory for an output of a shape, of the type and on the device of a tensor like it."""
+"""Allocates an output of a shape, with the type and device of a given tensor."""
 
 
 def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
@@ -50,9 +46,8 @@ _INTO |= dict.fromkeys((operator.mul, torch.mul), _into(torch.mul))
 def writer(module: nn.Module, place: int | None) -> GraphModule | None:
     """The module with one more input, the `Place` that output number `place` is written to.
 
-    place: None if the module returns that output alone. None is returned if the step that makes the
-    output cannot write to given memory, if the module reads the output again, or if it was
-    compiled.
+    place: None if the module returns that output alone. Returns None if the producing step cannot
+    write to given memory, if the output is read again, or if the module was compiled.
     """
     if not isinstance(module, GraphModule):
         return None
@@ -79,14 +74,13 @@ def writer(module: nn.Module, place: int | None) -> GraphModule | None:
 
 
 def _are_alike(arguments: Sequence[Any]) -> bool:
-    """Whether they are two tensors of one type."""
     values = [node.meta.get("example_value") for node in arguments if isinstance(node, Node)]
     tensors = [value for value in values if isinstance(value, Tensor)]
     return len(arguments) == len(tensors) == 2 and tensors[0].dtype == tensors[1].dtype
 
 
 class Writers:
-    """Operators that write one of their outputs into a given tensor, made when first asked for."""
+    """Cache of operators that write one of their outputs into a given tensor."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -94,10 +88,7 @@ class Writers:
         """By operator and its merged outputs: batch sizes may merge different ones."""
 
     def of(self, number: int, merged: Set[int]) -> tuple[int, GraphModule] | None:
-        """(the output's place, the operator that writes it).
-
-        None if the operator has no merged output, or cannot write it to given memory.
-        """
+        """(the output's place, the operator that writes it), or None if there is none."""
         operator = self._program.operators[number]
         key = number, merged & frozenset(operator.outputs)
         if key not in self._made:

@@ -1,9 +1,4 @@
-"""Cut a traced model into operators, whose values are cut as the batch is.
-
-Enters: a graph of TorchDynamo, rules, what the graph is called with. Leaves: a `Program`. Does not
-know: orders, when anything runs. What is not proved safe raises `CannotSplit`, which names the
-node.
-"""
+"""Cut a traced model into operators; raises `CannotSplit`, naming the node, for unsafe ones."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ _MARK = "nanocp_overlap"
 
 
 def mark(tag: str) -> AbstractContextManager[Any]:
-    """Make what runs inside, in the model's own code, an operator with this tag."""
+    """Make the code that runs inside an operator with this tag."""
     return annotate({_MARK: tag})
 
 
@@ -39,7 +34,7 @@ class Operator:
 
     tag: str
     module: nn.Module
-    """A GraphModule, or what was compiled of one."""
+    """A GraphModule, or its compiled form."""
     inputs: tuple[int, ...]
     """Values that it reads, by number."""
     outputs: tuple[int, ...]
@@ -47,30 +42,30 @@ class Operator:
     is_tuple: bool
     """It returns a tuple, of one or several outputs."""
     after: tuple[int, ...]
-    """Earlier operators that touch memory which this one writes to, or write what it touches."""
+    """Earlier operators with conflicting memory accesses."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model in operators; values are numbered, first those that enter."""
+    """A model in operators; values are numbered, inputs first."""
 
     operators: tuple[Operator, ...]
     kinds: tuple[Kind, ...]
     """By value."""
     num_inputs: int
     outputs: Any
-    """What the model returns: `Value`s, constants, tuples and lists of them."""
+    """The model's outputs: `Value`s, constants, tuples and lists of them."""
     written: frozenset[int]
     """Inputs that the model writes to in place."""
     mutated: frozenset[int]
-    """Those of them that are shared: each micro-batch gets a copy."""
+    """Of these, shared ones: each micro-batch gets a copy."""
     batch: tuple[tuple[int, Cut], ...]
     """Inputs that have the batch, and how its size is read from each."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A place in what the model returns."""
+    """A value's place in the model's outputs."""
 
     number: int
 
@@ -148,7 +143,7 @@ def _written(graph: GraphModule, writes: Mapping[Node, Sequence[Node]]) -> set[s
 def _after(
     writes: Mapping[Node, Sequence[Node]], segment_of: Mapping[Node, int]
 ) -> list[tuple[int, ...]]:
-    """For each operator, the earlier ones that it must follow because one of both writes."""
+    """For each operator, the earlier ones with conflicting writes."""
     touched: list[set[int | None]] = [set() for _ in {*segment_of.values()}]
     wrote = [set(each) for each in touched]
     for node, segment in segment_of.items():
@@ -181,7 +176,7 @@ def _segments(graph: GraphModule, rules: Sequence[Rule]) -> tuple[dict[Node, int
 
 
 def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
-    """What cuts the node out, and its tag."""
+    """The rule that matches the node, and its tag."""
     if marked := (node.meta.get("custom") or {}).get(_MARK):
         return ("mark", marked), marked
     called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -1,14 +1,4 @@
-"""Prove, node by node, that the rows of a batch do not depend on each other.
-
-Enters: a traced graph, its batch, what it is called with. Leaves: what its nodes write to in place.
-Does not know: orders, when anything runs.
-
-The graph runs on five rows of altered values, and on the first two and the last three of them.
-What a node makes of the parts must be the parts of what it makes of the whole. Rows may be moved by
-a sort, whose order and counts do nothing but move, and must be back at the end. Operators' schemas
-and tags say what is written and what is random. Anything else raises `CannotSplit`, which names the
-node.
-"""
+"""Prove, node by node, that the rows of a batch do not depend on each other."""
 
 from __future__ import annotations
 
@@ -35,12 +25,12 @@ _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_stride
 
 
 class _Kind(IntEnum):
-    """What a value has to do with the rows; of what a node reads, the largest decides."""
+    """Row dependence of a value; the largest of a node's inputs decides."""
 
     SHARED = 0
     """It does not depend on the rows."""
     SIZE = 1
-    """A number that follows from how many rows there are."""
+    """A number that follows from the number of rows."""
     ROWS = 2
     """Each row follows from that row alone."""
     WOVEN = 3
@@ -55,13 +45,13 @@ _OF_ROWS = (_Kind.ROWS, _Kind.WOVEN, _Kind.MOVED)
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator before it runs: what it writes to, and whether it is random."""
+    """Sees each operator before it runs: its writes, and whether it is random."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.saved: list[tuple[Tensor, Tensor]] = []
-        """Shared tensors that were written to, each with what it held before."""
+        """Shared tensors that were written to, each with its earlier content."""
         self.has_read_number = False
         self.shared: set[int] = set()
         """Memory that a node with rows may not write to."""
@@ -88,7 +78,7 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_quiet(given: Mapping[str, Any]) -> bool:
-    """Whether an operator that may be random is not: without training, or with probability 0."""
+    """Whether a random operator is deterministic: in evaluation, or with probability 0."""
     probabilities = [given[name] for name in ("p", "dropout", "dropout_p") if name in given]
     return False in (given.get("train"), given.get("training")) or 0.0 in probabilities
 
@@ -96,9 +86,11 @@ def _is_quiet(given: Mapping[str, Any]) -> bool:
 def prove(
     graph: GraphModule, batch: BatchSymbol, inputs: Sequence[Any], segment_of: Mapping[Node, int]
 ) -> dict[Node, list[Node]]:
-    """Every node that writes in place, with what it writes to. Raises CannotSplit.
+    """Every node that writes in place, with its targets. Raises CannotSplit.
 
-    inputs: tensors as the graph is called with them; they are read, and unchanged in the end.
+    The graph runs on five altered rows, and on the first two and the last three: parts of results
+    must equal results of parts. A sort may move rows if they are moved back. inputs: tensors as the
+    graph is called with them; they are left unchanged.
     """
     proof, depth = _Proof(graph, batch), torch._C._functorch.get_dynamic_layer_stack_depth()
     device = next((each.device.type for each in _tensors(inputs)), "cpu")
@@ -179,7 +171,7 @@ class _Proof:
                 raise CannotSplit(f"returns {node.name}, whose rows are not in their places")
 
     def _step(self, node: Node) -> None:
-        """Run one node on the whole and on the parts, and find the kind of what it makes."""
+        """Run one node on the whole and on the parts, and find the kind of its output."""
         read = {self._kinds[each] for each in node.all_input_nodes}
         is_shared = read <= {_Kind.SHARED}
         self.watched.written.clear()
@@ -202,7 +194,7 @@ class _Proof:
             self._kinds[each] = self._accepted(node, each, read)
 
     def _call(self, node: Node, index: int, fill: int | None = None) -> Any:
-        """Run a node; fill: with this number in place of every element of a row."""
+        """Run a node; fill: replaces every element of a row."""
 
         def value_of(read: Node) -> Any:
             value = self._values[read][index]
@@ -254,7 +246,7 @@ class _Proof:
         raise CannotSplit("makes rows depend on each other, or on how many there are")
 
     def _found(self, node: Node) -> _Kind:
-        """The kind of a value, by what its parts are."""
+        """The kind of a value, by comparing its parts."""
         found = [_Kind.SHARED]
         for whole, *parts in zip(*map(tree_leaves, self._values[node]), strict=True):
             if isinstance(whole, Tensor):
@@ -289,7 +281,7 @@ def _kind_of(whole: Tensor, parts: Sequence[Tensor]) -> _Kind:
 
 
 def _sums_of_rows(tensor: Tensor, dim: int) -> Tensor:
-    """A number for each row, in ascending order: the same if only the order of rows differs."""
+    """Sorted checksums of the rows: equal if only the order of rows differs."""
     rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).double()
     weights = torch.linspace(1, 2, rows.shape[1]).to(rows)
     sums = (rows @ weights).sort().values
@@ -297,7 +289,7 @@ def _sums_of_rows(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _state() -> tuple[Any, ...]:
-    """What a context changes for all that runs inside."""
+    """State that a context changes for the code inside."""
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), depth
 

@@ -1,8 +1,4 @@
-"""Record the order in which a policy executes a program's operators; nothing runs meanwhile.
-
-Enters: a program, a batch size, a policy's calls. Leaves: a recording, or an error that names the
-wrong call. Does not know: tensors.
-"""
+"""Record the order in which a policy executes a program's operators, without running them."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from nanocp.overlap.engine.partition import Operator, Program, Value
 from nanocp.overlap.ops import Fused, Op, Ops, OverlapPolicy
 
 _MAX_CALLS_EACH = 100
-"""Calls of a policy for each operator, at most: one that waits for what never comes ends."""
+"""Most calls of a policy per operator, so that an endless wait ends."""
 
 
 class RecordedStep(NamedTuple):
@@ -26,15 +22,15 @@ class RecordedStep(NamedTuple):
     ops: tuple[Op, ...]
     replace_func: Fused | None
     alone: Operator | None
-    """The operator, if it runs as it is, on one micro-batch, and none of its outputs is merged."""
+    """The operator, if it runs unchanged on one micro-batch, without merged outputs."""
     freed: tuple[tuple[int, int], ...]
-    """(micro-batch, value) that nothing reads after this step."""
+    """(micro-batch, value) not read after this step."""
     freed_merged: tuple[int, ...]
-    """Merged values of which no part is read after this step."""
+    """Merged values not read after this step."""
     stream: str
-    """Where it is launched on a GPU; empty: where the model's caller launches."""
+    """GPU stream; empty: the caller's."""
     after: tuple[int, ...]
-    """Places of steps on other streams that must have ended before."""
+    """Steps on other streams that must have ended before."""
 
     @property
     def is_merged(self) -> bool:
@@ -44,14 +40,14 @@ class RecordedStep(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What a policy does with a batch size."""
+    """A policy's order for a batch size."""
 
     sizes: tuple[int, ...]
     steps: tuple[RecordedStep, ...]
     merged: frozenset[int]
-    """Values whose parts are needed as one tensor: they are written into one from the start."""
+    """Values whose parts are written into one tensor from the start."""
     has_streams: bool
-    """Whether a step is launched elsewhere than the model's caller launches."""
+    """Whether a step runs on another stream than the caller's."""
 
 
 def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recording | None:
@@ -66,7 +62,7 @@ def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recordin
 
 
 class RecordedOps(Ops):
-    """One forward, of which only the order is known. See `ops.Ops`."""
+    """Symbolic `ops.Ops` of one forward."""
 
     def __init__(self, program: Program, batch_size: int) -> None:
         self._program = program
@@ -136,7 +132,7 @@ class RecordedOps(Ops):
         self._num_left -= len(ops)
 
     def recording(self) -> Recording | None:
-        """What the policy did; see `record`."""
+        """The policy's recording; see `record`."""
         operators = self._program.operators
         for micro_batch, executed in enumerate(self._executed):
             for number in range(len(operators)):
@@ -151,7 +147,7 @@ class RecordedOps(Ops):
         return Recording(self._sizes, tuple(self._complete(merged)), merged, has_streams)
 
     def _complete(self, merged: frozenset[int]) -> Iterator[RecordedStep]:
-        """The steps, with what each of them frees."""
+        """The steps, with the values that each of them frees."""
         program = self._program
         last: dict[tuple[int, int], int] = {}
         for place, step in enumerate(self._steps):
@@ -194,7 +190,7 @@ class RecordedOps(Ops):
         return after
 
     def _merge_points(self) -> Iterator[int]:
-        """Values that an operator makes for each micro-batch, and that are read as one."""
+        """Values made per micro-batch that are read as one."""
         program = self._program
         read = [
             program.operators[step.ops[0].number].inputs for step in self._steps if step.is_merged
@@ -207,10 +203,10 @@ class RecordedOps(Ops):
                 yield number
 
     def _begin(self) -> None:
-        """Nothing has been executed: what follows no operator is ready."""
+        """Reset: operators without predecessors are ready."""
         missing = [len(earlier) for earlier in self._before]
         self._missing = [[*missing] for _ in self._sizes]
-        """[micro-batch][operator] -> operators that it follows and that are not executed yet."""
+        """[micro-batch][operator] -> predecessors not executed yet."""
         ready = [number for number, count in enumerate(missing) if not count]
         self._ready = [{*ready} for _ in self._sizes]
         self._executed: list[set[int]] = [set() for _ in self._sizes]
@@ -226,6 +222,6 @@ class RecordedOps(Ops):
 
 
 def describe(program: Program, op: Op) -> str:
-    """The operator's place, tag and micro-batch, as errors name it."""
+    """The operator's place, tag and micro-batch for error messages."""
     tag = program.operators[op.number].tag
     return f"operator {op.number}{f' ({tag})' if tag else ''} of micro-batch {op.micro_batch}"

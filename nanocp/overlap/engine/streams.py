@@ -1,8 +1,4 @@
-"""Streams of a GPU by name, and what they wait for.
-
-Enters: a device, names, events. Leaves: streams on which operators are launched. Does not know:
-operators, orders. A CPU has none: there an operator has ended when its call returns.
-"""
+"""Named GPU streams and their events; a CPU has none."""
 
 from __future__ import annotations
 
@@ -21,26 +17,23 @@ class Streams(Protocol):
         """Begin a forward on the caller's stream, which at the end waits for all others."""
 
     def on(self, name: str) -> AbstractContextManager[None]:
-        """Launch on this stream what runs inside; empty: on the caller's."""
+        """Launch the code inside on this stream; empty: on the caller's."""
 
     def record(self) -> Any:
-        """An event at this place of the stream that is launched on."""
+        """Record an event on the current stream."""
 
     def wait(self, event: Any) -> None:
-        """Launch nothing further on this stream before the event."""
+        """Make this stream wait for the event."""
 
     def use(self, values: Iterable[Any]) -> None:
-        """The stream that is launched on reads these tensors, which another one may have made.
-
-        Their memory is not used anew before it has.
-        """
+        """Note that the current stream reads these tensors, so that their memory is kept."""
 
 
 class CudaStreams(Streams):
     """Streams of a CUDA device."""
 
     def __init__(self, device: torch.device, num_sms: Mapping[str, int] | None = None) -> None:
-        """num_sms: streams whose kernels get so many multiprocessors, in green contexts."""
+        """num_sms: SMs of each stream's green context."""
         self._device = device
         self._num_sms = num_sms or {}
         self._contexts: list[Any] = []
@@ -103,10 +96,9 @@ def streams_of(inputs: Sequence[Any]) -> CudaStreams | None:
 
 
 def green_context(num_sms: int, device: torch.device) -> Any:
-    """A part of the device with that many multiprocessors.
+    """A green context with that many multiprocessors, across versions of torch.
 
-    Raises RuntimeError if torch, or the driver, has no green contexts with streams. The arguments
-    of torch's class changed from release to release.
+    Raises RuntimeError if torch or the driver lacks green contexts with streams.
     """
     from torch.cuda import green_contexts
 

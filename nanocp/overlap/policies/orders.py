@@ -1,10 +1,6 @@
 """Policies: program order, and the orders that DynaFlow expresses (its Table 2).
 
-Enters: `Ops`. Leaves: an order. Does not know: torch, which model it is; operators are known by
-their tags alone.
-
-A policy that fuses takes the fused callable as an argument. Where no kernel is at hand, a reference
-that composes the parts is one.
+A fusing policy takes the fused callable; without a kernel, a reference composes the parts.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from nanocp.overlap.ops import Fused, Op, Ops, Rule
 
 NETWORK = "network"
-"""Communication. It may return before its result is there: what reads the result waits for it."""
+"""Communication. It may return early: readers of the result wait for it."""
 ATTENTION = "attention"
 
 
@@ -40,7 +36,7 @@ class SingleBatchOverlap(Sequential):
     """No split: communication starts as soon as it can, other ready operators run beside it."""
 
     def schedule(self, ops: Ops) -> None:
-        """Execute what is ready, communication first."""
+        """Execute ready operators, communication first."""
         while not ops.is_finished:
             launch(ops, sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK))
 
@@ -63,14 +59,14 @@ class NanoFlow(Sequential):
             self.next_round(ops)
 
     def next_round(self, ops: Ops) -> None:
-        """Execute the next operator of each half; what it sends leaves before the other's."""
+        """Execute the next operator of each half, communication first."""
         for micro_batch in (0, 1):
             launch(ops, ops.get_ready_ops(micro_batch)[:1])
             launch(ops, [op for op in ops.get_ready_ops(micro_batch)[:1] if op.tag == NETWORK])
 
 
 class DualBatchOverlap(NanoFlow):
-    """Two halves that meet at attention, which runs once on both; in turns between two of them."""
+    """Two halves in turns that meet at attention, which runs once on both."""
 
     def next_round(self, ops: Ops) -> None:
         """Execute attention of both halves, or the operator of the half that is behind."""

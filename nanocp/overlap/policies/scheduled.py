@@ -1,8 +1,4 @@
-"""Policy of a schedule that was searched: operators run in the order in which it starts them.
-
-Enters: a schedule (`nanocp overlap search`), rules whose tags are its operations, `Ops`. Leaves: an
-order; on a GPU each resource has a stream. Does not know: torch, parts of the GPU.
-"""
+"""Policy that follows a searched schedule (`nanocp overlap search`): a stream per resource."""
 
 from __future__ import annotations
 
@@ -19,15 +15,14 @@ from nanocp.overlap.schedule import Schedule
 class Scheduled(Sequential):
     """Nano-operations in the order of their starts, layer by layer (NanoFlow, 4.1).
 
-    The batch is cut wherever the schedule cuts an operation. An operation that it cuts less often
-    runs once on all micro-batches of its part. Operators that it does not name run as soon as they
-    are ready.
+    The batch is cut at all of the schedule's cuts; less cut operations run once on several
+    micro-batches. Other operators run as soon as they are ready.
     """
 
     def __init__(self, rules: Sequence[Rule], schedule: Schedule) -> None:
         """rules: each tag is the name of one of the schedule's operations.
 
-        Raises ValueError for a tag that is none, and for an operation that has not the whole batch.
+        Raises ValueError for a tag that is none, and for an operation without the whole batch.
         """
         super().__init__(rules)
         self._period_us = schedule.period_us
@@ -38,7 +33,7 @@ class Scheduled(Sequential):
         edges = {edge for slot in schedule.slots for edge in (slot.nano.begin, slot.nano.end)}
         self._parts = list(pairwise(sorted(edges)))
         self._slots: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
-        """(tag, micro-batch) -> when the slot of both starts, and all of its micro-batches."""
+        """(tag, micro-batch) -> its slot's start, and all of the slot's micro-batches."""
         for name, begin, end, start_us in sorted(
             (slot.nano.operation.name, slot.nano.begin, slot.nano.end, slot.start_us)
             for slot in schedule.slots

@@ -1,8 +1,4 @@
-"""What a load loses to imbalance in today's ways, and what CP chosen by request would give.
-
-Enters: a trial of the load on a cluster. Leaves: an Analysis with a verdict, which may be that
-nothing is gained. Does not know: files, tables, pictures.
-"""
+"""Compares a load under DP attention and static CP with CP chosen by request; gives a verdict."""
 
 from __future__ import annotations
 
@@ -25,24 +21,23 @@ from nanocp.values.plan import PAGE_SIZE
 
 OURS = "cost_aware"
 LEAST_GAIN = 1.10
-"""Less is not worth another system."""
+"""Smallest gain that is worth another system."""
 LEAST_SURE = 1.05
-"""A gain below it with other constants hangs on these."""
+"""A smaller gain under other constants makes the verdict depend on them."""
 LEAST_LOAD = 0.5
-"""Below this share of what today's best way sustains, fewer GPUs help first."""
+"""Below this share of the best rate of today, fewer GPUs help first."""
 LEAST_REQUESTS = 100
-"""With fewer, one request more or less would decide whether 99% are within the SLO."""
+"""Fewer requests cannot decide whether 99% are within the SLO."""
 PRECISION, FINE_PRECISION, QUICK_PRECISION = 1.1, 1.02, 1.05
-"""Rates are found to the first, and those that decide the verdict to the second; quickly, all to
-the third."""
+"""Precision of all rates, of those that decide the verdict, and of quick runs."""
 _LEAST_SHARE = 0.1
 """Today's ways are searched down to this share of our rate."""
 _QUICK_REQUESTS = 1_100
-"""They arrive in a quick trial, so that 99% allow 10 misses."""
+"""Arrivals in a quick trial, so that 99% allow 10 misses."""
 _QUICK_US, _QUICK_WARM_UP_US = 30_000_000, 10_000_000
-"""A quick run at the log's rate measures and warms up for so long."""
+"""Measured time and warm-up of a quick run at the log's rate."""
 _FIRST = 0.6
-"""The search begins below the rate that a balanced cluster sustains with even arrivals."""
+"""First rate of a search, as a share of a balanced cluster's."""
 _FACTORS = (0.5, 2.0)
 _MS = 1e3
 COST_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -58,7 +53,7 @@ COST_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 class LoadVerdict(StrEnum):
-    """What a load gains."""
+    """Verdict on a load."""
 
     NOT_NEEDED = "not needed"
     FEWER_GPUS = "fewer GPUs first"
@@ -68,7 +63,7 @@ class LoadVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """What the log asks; tokens are (p50, p99, most)."""
+    """Summary of the log; tokens are (p50, p99, most)."""
 
     num_requests: int
     rate_per_s: float
@@ -77,62 +72,57 @@ class LoadSummary:
     rank_tokens: int
     """KV tokens that one rank holds."""
     num_too_long: int
-    """Requests that no rank holds, empty or not."""
+    """Requests too long for an empty rank."""
     num_cut: int
-    """Prompts that are longer than the cluster's model allows, and are played cut."""
+    """Prompts cut to the cluster's model length."""
     share_of_longest: float
-    """Share of all prompt tokens that the longest 1% of the requests have."""
+    """Share of all prompt tokens in the longest 1% of the requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run it."""
+    """A policy's results."""
 
     policy: str
     outcome: Outcome
     """At the log's rate."""
     timeline: TimelineRecorder
     waits_ms: float
-    """Milliseconds of a step for attention over what KV the fullest rank has beyond the mean."""
+    """Milliseconds of a step for attention over the fullest rank's KV beyond the mean."""
     rate_per_s: float
     """Sustained within the SLO; 0 if least_per_s is not."""
     least_per_s: float = 0.0
-    """The least that was searched for: a tenth of what CP by request sustains, or the log's rate
-    if it is less; quickly, what another of today's ways sustains."""
+    """Lower end of the search: a tenth of the rate of CP by request, at most the log's rate;
+    quickly, the rate of another of today's ways."""
     num_judged: int = 0
     """Requests by which the rate was judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Step time of today's best way over ours, the least and the most.
-
-    A group of constants is halved and doubled.
-    """
+    """Step time of today's best way over ours with a group of constants halved and doubled."""
 
     group: str
     low: float
     high: float
     as_it_is: float
-    """With the costs as they are."""
+    """With unchanged costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """All of it."""
-
     load: LoadSummary
     ways: tuple[Way, ...]
     """Today's ways, then ours, then the bound."""
     best: Way
-    """Today's that sustains most."""
+    """Today's way with the highest rate."""
     ours: Way
     sensitivities: tuple[Sensitivity, ...]
     num_gpus: tuple[int | None, int | None] | None
-    """Whole nodes that sustain the log's rate: in today's best way and in ours; None of them: no
-    number does. None: it was not searched for."""
+    """GPUs of whole nodes that sustain the log's rate, today's best way and ours; inner None: no
+    number does. None: not searched."""
     precision: float = FINE_PRECISION
-    """The rates that decide are found to it."""
+    """Precision of the rates that decide."""
 
     @property
     def gain(self) -> float:
@@ -141,14 +131,14 @@ class Analysis:
 
     @property
     def weak_groups(self) -> list[str]:
-        """Groups of constants on which a shorter step hangs."""
+        """Groups of constants on which a shorter step depends."""
         return [one.group for one in self.sensitivities if one.low < LEAST_SURE <= one.as_it_is]
 
     @property
     def verdict(self) -> LoadVerdict:
-        """By the rate over today's best way, static CP included.
+        """Verdict by the rate over today's best way, static CP included.
 
-        What the search cannot tell from LEAST_GAIN does not count as more.
+        A gain within the search's precision of LEAST_GAIN does not count as more.
         """
         if not self.ours.rate_per_s and not self.best.rate_per_s:
             return LoadVerdict.TOO_SLOW
@@ -160,7 +150,7 @@ class Analysis:
 
 
 def ways_today(num_per_node: int) -> dict[str, str]:
-    """Policy -> what it stands for: DP attention by three rules, and static CP of a node."""
+    """Today's policies with descriptions: DP attention by three rules, static CP of a node."""
     return {
         "least_batch": "DP, fewest running (vLLM)",
         "round_robin": "DP, round robin (SGLang)",
@@ -177,9 +167,8 @@ def analyse(
 ) -> Analysis:
     """Play the load each way at its own rate, and search for the rate that each sustains.
 
-    requests: the log's, as they are. Rates are found to 10%, and those that decide to 2%. is_quick:
-    to 5%, from the busiest part of each run, and no number of GPUs. on_way gets what is played.
-    Raises ValueError for too few requests.
+    requests: the log's. is_quick: lower precision, only the busiest part, and no number of GPUs.
+    on_way gets each way before its play. Raises ValueError for too few requests.
     """
     check_enough(len(requests))
     policies = [OURS, *ways_today(trial.file.cluster.instances_per_node), FLUID]
@@ -230,7 +219,7 @@ def check_enough(num_requests: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """How ways are played at the log's rate, and their rates found."""
+    """Plays ways at the log's rate, and finds their sustained rates."""
 
     trial: Trial
     is_quick: bool
@@ -246,12 +235,12 @@ class _Search:
         return replace(_way(trial), **found)
 
     def refined(self, way: Way) -> Way:
-        """The way with its rate found again, as finely as a verdict needs."""
+        """The way with its rate at the verdict's precision."""
         trial = replace(self.trial, policy=way.policy)
         return replace(way, **self._rate(trial, way.rate_per_s, FINE_PRECISION, 0.0))
 
     def _rate(self, trial: Trial, near: float, precision: float, least: float) -> dict[str, Any]:
-        """Fields of Way, from a rate that is near its own."""
+        """Fields of Way, from a search near the given rate."""
 
         def tried(rate: float, is_sustained: bool) -> None:
             self.on_way(f"{trial.policy}: {rate:.3g}/s {'held' if is_sustained else 'missed'}")
@@ -307,7 +296,7 @@ def _way(trial: Trial) -> Way:
 
 
 def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:
-    """Time the sampled loads of both again; nothing is placed anew."""
+    """Time the sampled loads of both ways again under changed constants."""
     costs = trial.file.costs_of(trial.constants)
     if not best.timeline.samples or not ours.timeline.samples:
         return
@@ -323,7 +312,7 @@ def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:
 
 
 def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
-    """Constants with those of a group so many times as long."""
+    """Constants with those of a group multiplied."""
 
     def scaled(name: str) -> Any:
         value = getattr(costs, name)
@@ -336,7 +325,7 @@ def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
 
 
 def step_us(trial: Trial, way: Way) -> float:
-    """Mean step of a way's sampled loads, timed again by the trial's constants."""
+    """Mean step of a way's sampled loads under the trial's constants."""
     here = replace(trial, policy=way.policy)
     model = CostModel(here.charged, trial.constants, wire_form=here.form)
     return fmean(model.step(sample.loads).step_us for sample in way.timeline.samples)

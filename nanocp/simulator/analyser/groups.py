@@ -1,10 +1,6 @@
-"""Clusters side by side, each with a scheduler of its own, behind a router with old numbers.
+"""Clusters with a scheduler each, behind a router that balances by stale loads.
 
-Enters: a trial of one cluster with the load of all. Leaves: an outcome of each cluster. Does not
-know: how a cluster places what it gets.
-
-A router reads each group's load every so often, and sends a request where that and what it has sent
-there since are least.
+The router sends to the group with least load at the last reading plus requests sent since.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ STALE_US = 5_000_000
 
 
 class _Group(Iterator[Upcoming]):
-    """One cluster, played in a thread that stands still while the router looks at it."""
+    """One cluster in a thread that waits while the router reads its load."""
 
     def __init__(self, trial: Trial, standing: Queue[None]) -> None:
         self._trial = trial
@@ -46,12 +42,12 @@ class _Group(Iterator[Upcoming]):
         return self._sent.popleft()
 
     def go_on(self, requests: list[Upcoming] | None) -> None:
-        """Play these too, and stand still at the last; None: that was all."""
+        """Play these too, and wait at the last; None: no more requests."""
         self._more.put(requests)
 
     @property
     def load_tokens(self) -> float:
-        """GroupLoad's, where it stands still."""
+        """The cluster's load as GroupLoad counts it."""
         max_rows = self._trial.file.cluster.bounds.max_rows
         loads = self._simulation.scheduler.loads()
         return GroupLoad.of(loads, max_rows, self.row_tokens).load_tokens
@@ -65,9 +61,9 @@ class _Group(Iterator[Upcoming]):
 
 
 def play_groups(trial: Trial, num_groups: int, stale_us: int = STALE_US) -> list[Outcome]:
-    """The outcome of each of num_groups clusters like the trial's; its rate is that of all.
+    """The outcomes of num_groups clusters like the trial's, whose rate is the total.
 
-    Each begins as full as it would be after a long time with its share of the rate.
+    Each begins in the steady state of its share of the rate.
     """
     share = trial.at_rate(trial.workload.rate_per_s / num_groups).filled()
     steady_us, end_us = share.workload.steady_tpot_us, trial.run.end_us
@@ -110,7 +106,7 @@ def play_groups(trial: Trial, num_groups: int, stale_us: int = STALE_US) -> list
 
 
 def all_sustained(outcomes: list[Outcome]) -> bool:
-    """Whether the SLO is met by all requests together, and no group fills up."""
+    """Whether all requests together meet the SLO, and no group fills up."""
     num_judged = sum(outcome.num_judged for outcome in outcomes)
     num_missed = sum(outcome.num_missed for outcome in outcomes)
     is_met = num_missed <= (1 - ATTAINMENT) * num_judged

@@ -1,8 +1,4 @@
-"""What a running cluster's own gauges say of its ranks: rows, KV and waiting requests of each.
-
-Enters: scrapes in Prometheus' text form, or the JSON of a range query, with the gauges of vLLM,
-SGLang or NanoCP. Leaves: imbalances over time, or a ValueError. Does not know: requests, costs.
-"""
+"""Imbalance of ranks in Prometheus gauges of vLLM, SGLang or NanoCP: text scrapes or query JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ GAUGES: Mapping[str, str] = {
 }
 RANK_LABELS = ("model_name", "instance", "pod", "engine", "engine_index", "dp_rank")
 _FULL = 0.9
-"""A rank with this share of its KV in use has no room."""
+"""A rank with this share of its KV in use is full."""
 
 _Ranks = dict[str, float]
 _Sample = tuple[str, Mapping[str, str], float, float]
@@ -51,9 +47,9 @@ class RankGauges:
     """Share of all KV. None: the file has no gauges of it."""
     kv_imbalance: float | None
     kv_free_while_waiting: float | None
-    """Share of all KV that is free while a request waits somewhere. None: no rank's is told."""
+    """Share of all KV that is free while a request waits. None: no gauges of single ranks."""
     one_waits_another_has_room: float | None
-    """Share of the moments at which one rank has requests waiting, and another has none and KV."""
+    """Share of the moments at which one rank has a queue, and another has none and free KV."""
 
 
 def read_gauges(path: Path) -> RankGauges:
@@ -103,7 +99,7 @@ def _of(kind: str) -> list[str]:
 
 
 def _imbalance(moments: list[list[float]]) -> float:
-    """By sums, so that a moment counts as much as it holds."""
+    """Weighted by load."""
     means = sum(map(fmean, moments))
     return sum(map(max, moments)) / means - 1 if means > 0 else 0.0
 
@@ -113,9 +109,9 @@ def _has_room_elsewhere(of: Mapping[str, _Ranks]) -> bool:
 
 
 def _scrapes(text: str) -> Iterator[_Sample]:
-    """Samples of one scrape, or of several behind one another.
+    """Samples of one scrape, or of concatenated ones.
 
-    A sample that comes again begins the next scrape, unless it has a time of its own.
+    A repeated sample without a timestamp begins the next scrape.
     """
     scrape = 0
     seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
@@ -130,7 +126,7 @@ def _scrapes(text: str) -> Iterator[_Sample]:
 
 
 def _query(text: str) -> Iterator[_Sample]:
-    """Samples of the JSON of a query, at a moment or over a range."""
+    """Samples of the JSON of an instant or range query."""
     result: list[dict[str, Any]] = json.loads(text)["data"]["result"]
     for one in result:
         labels = one["metric"]

@@ -1,8 +1,4 @@
-"""How many instances a load needs: the smallest cluster that sustains it within the SLO.
-
-Enters: a trial at the rate of the load. Leaves: what was tried, the answer among it. Does not know:
-prices, pages.
-"""
+"""Capacity planning: the smallest cluster that sustains a load within the SLO."""
 
 from __future__ import annotations
 
@@ -19,14 +15,12 @@ _MAX_INSTANCES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One size."""
-
     num_instances: int
     num_frames: int
     """Frames of each instance; 0 if the model does not fit."""
     outcome: Outcome | None
     why_not: str
-    """Why it was not simulated. Empty: it was."""
+    """Reason that it was not simulated. Empty: it was."""
 
     @property
     def is_enough(self) -> bool:
@@ -36,7 +30,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What was tried, smallest first."""
+    """The sizes tried, smallest first."""
 
     tried: tuple[Tried, ...]
 
@@ -56,9 +50,8 @@ def sizes(file: ClusterFile) -> Sequence[int]:
 def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
     """The smallest cluster that sustains the trial's load; on_size gets each size tried.
 
-    Sizes are doubled until one is enough, and what lies between is halved: a cluster larger than
-    one that is enough is taken to be enough too. Raises ValueError for a cluster file without a
-    memory section.
+    Doubles, then bisects: a cluster larger than one that is enough is taken to be enough. Raises
+    ValueError for a cluster file without a memory section.
     """
     if trial.file.memory is None:
         raise ValueError("the cluster file has no memory section, so it has one size only")

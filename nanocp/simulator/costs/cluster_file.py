@@ -1,8 +1,4 @@
-"""A simulated cluster: what its instances hold, how they are linked, what a layer costs.
-
-Enters: a YAML file, or the name of one that ships; a number of instances. Leaves: a validated
-ClusterFile, or a ValueError that names the key. Does not know: schedulers, workloads, time.
-"""
+"""The YAML file of a simulated cluster: memory, links, layer costs; a ValueError names the key."""
 
 from __future__ import annotations
 
@@ -26,20 +22,20 @@ _DEFAULTS = ("operators", "fitted")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one layer costs on one instance. A set of constants; everything else is a load."""
+    """Costs of one layer on one instance: one set of constants."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     attention_us: float
     """Attention of one row over no tokens."""
     attention_ps_per_token: float
-    """Per KV token that the instance reads."""
+    """Picoseconds per KV token that the instance reads."""
     attention_ns_per_row: float
-    """Per attention row, own or received: query read, partial written."""
+    """Nanoseconds per attention row, own or received: query read, partial written."""
     exchange_us: float
     """Both routes and the merge, on an instance that has a link."""
     exchange_gb_per_s_within_node: float
-    """Each direction."""
+    """Bandwidth within a node, each direction."""
     exchange_gb_per_s_between_nodes: float
     exchange_us_between_nodes: float
     """In addition, on an instance with a link to another node."""
@@ -48,20 +44,19 @@ class Costs:
     dispatch_combine_us_at_128_rows: tuple[tuple[int, float], ...]
     """(EP size, microseconds of both at 128 rows an instance), ascending; linear between."""
     weights_gb_per_s: float
-    """Weights of experts, and of what a holder projects, are read at this rate."""
+    """Read bandwidth for weights of experts and of a holder's projections."""
     gemm_tflops: float
-    """GEMMs of experts, and of what a holder projects, run at this rate."""
+    """Throughput of the GEMMs of experts and of a holder's projections."""
     other_us: float
     """Norms, projections, gate, shared expert, launches."""
     other_ns_per_row: float
     step_us: float
     """Once a step: embedding, lm_head, sampling."""
     attention_ps_per_query: float = 0.0
-    """Per KV token and query of a row: what it computes, if the KV is there. Drafts are queries."""
+    """Compute time per KV token and query of a row. Drafts are queries."""
     hides_queries: bool = False
-    """Whether an exchange is charged in the order of the engine's step: Q travels behind own
-    attention, which is taken to be attention's share by rows, and received rows attend in a launch
-    of their own. A set that was fitted to what an exchange adds has that in its constants."""
+    """Whether Q's transfer hides behind own attention, and received rows attend in a launch of
+    their own, as in the engine. Fitted sets have that in their constants."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
@@ -88,7 +83,7 @@ class Costs:
     def ps_per_token(self, num_queries: int) -> float:
         """Picoseconds of attention over a token by so many queries of one row.
 
-        They read it once: it takes as long as that, or as what all of them compute.
+        The longer of reading it once and of computing all queries.
         """
         return max(self.attention_ps_per_token, num_queries * self.attention_ps_per_query)
 
@@ -107,18 +102,17 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """What of a row and one of its holders travels in a layer, and what the holder computes for it.
+    """Bytes and projections of a link between a row and one of its holders, in one layer.
 
-    The projection is that of rows received; it is charged as GEMMs of their own, which is an upper
-    bound: a holder might project them together with its own rows.
+    The projection is charged as GEMMs of received rows alone, an upper bound.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     bytes_per_link: int
-    """Q there and partial back."""
+    """Query and returned partial."""
     query_bytes: int = 0
-    """Those of Q among them."""
+    """Of these, the query."""
     projection_mb: float = 0.0
     """Weights that a holder reads to project queries and partials."""
     projection_mflop: float = 0.0
@@ -133,7 +127,7 @@ class WireForm:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of the model the costs multiply."""
+    """Shape of the model that the costs multiply."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -151,9 +145,9 @@ class ModelShape:
     wire_forms: dict[str, WireForm]
     """By name: latent and absorbed."""
     num_linear_layers: int = 0
-    """How many layers are linear attention, in which a row has a state, and no KV."""
+    """Linear attention layers, in which a row has a state, and no KV."""
     linear_us_per_row: float = 0.0
-    """Reading and writing a row's state in a linear layer; its projections are in `other_us`."""
+    """Read and write of a row's state in a linear layer; projections are in `other_us`."""
     state_mb: float = 0.0
     """A row's state in all linear layers together."""
 
@@ -211,21 +205,21 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a GPU holds, in GB of 10^9 bytes: the frames are what is left."""
+    """Memory of a GPU, in GB of 10^9 bytes; frames get the rest."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     gpu: str
-    """What it is called."""
+    """Name of the GPU."""
     hbm_gb: float
     usable_share: float
     """Share of it that an instance fills."""
     rest_gb: float
     """Weights that every instance has: all but the routed experts."""
     reserve_gb: float
-    """Captured graphs, and what the libraries take."""
+    """Captured graphs and libraries."""
     exchange_mb_per_peer: float = 0.0
-    """Regions to receive from each other instance, in MB of 10^6 bytes."""
+    """Receive buffers for each other instance, in MB of 10^6 bytes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.usable_share <= 1 or not 0 < self.hbm_gb < inf:
@@ -240,7 +234,7 @@ class Memory:
             )
 
     def num_frames(self, model: ModelShape, num_instances: int, max_rows: int) -> int:
-        """Frames of each of num_instances. Raises ValueError, with the sum, if none is left."""
+        """Frames of each of num_instances; raises ValueError, with the sum, if none is left."""
         if 0 < model.num_experts < num_instances:
             raise ValueError(
                 f"the model has {model.num_experts} experts; there may be as many instances, and "
@@ -277,14 +271,14 @@ class ClusterFile:
     ingest_gb_per_s: float
     """GB of KV a second that an instance receives; its transfers take turns."""
     ingest_tail_share: float = 1.0
-    """Share of a prompt's KV that is still to come when the request arrives here. Prefill that
-    sends while it computes leaves only its last chunk; 1: it sends all of it at the end."""
+    """Share of a prompt's KV that is still to come when the request arrives. 1: prefill sends all
+    of it at the end; less: it sends while it computes."""
     prefill_gb_per_s: float | None = None
-    """GB of KV a second that all of prefill sends; transfers from it share that equally. None: as
-    much as the instances receive."""
+    """GB of KV a second that all of prefill sends, shared equally. None: as much as the instances
+    receive."""
     ttft_targets: tuple[tuple[int, int], ...] = ()
-    """(priority, ms) pairs of policy cost_aware, as scheduler.ttft_targets of the service; every
-    request of a workload has priority 0."""
+    """(priority, ms) pairs of policy cost_aware, as scheduler.ttft_targets of the service; requests
+    of a workload have priority 0."""
     tpot_target_ms: int = 0
     """The service's scheduler.tpot_target_ms, whatever the policy. 0: nobody is deferred."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
@@ -294,7 +288,7 @@ class ClusterFile:
     attention_row_buckets: tuple[int, ...] = ()
     """Attention rows of the captured graphs, ascending. Empty: as row_buckets."""
     memory: Memory | None = None
-    """None: cluster.num_frames says how many frames an instance has."""
+    """None: cluster.num_frames gives the frames of an instance."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ingest_gb_per_s < inf:
@@ -333,9 +327,9 @@ class ClusterFile:
             )
 
     def of_size(self, num_instances: int) -> ClusterFile:
-        """The cluster with another number of instances, and the frames that each then has.
+        """The cluster with another number of instances, and their frames.
 
-        Raises ValueError if the model does not fit, or if the file does not say what memory holds.
+        Raises ValueError if the model does not fit, or if the file has no memory section.
         """
         sized = self
         if self.memory is not None:
@@ -356,7 +350,7 @@ class ClusterFile:
 
     @property
     def ingest_ns_per_token(self) -> float:
-        """Nanoseconds in which an instance receives what is still to come of a prompt's token."""
+        """Nanoseconds to receive the rest of a prompt's KV, per token."""
         return self.ingest_tail_share * self.model.kv_bytes_per_token / self.ingest_gb_per_s
 
     def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
@@ -372,7 +366,7 @@ class ClusterFile:
 
     @property
     def default_constants(self) -> str:
-        """Name of the set that is taken if none is named: operators, where the file has it."""
+        """Name of the default set: operators, where the file has it."""
         return next((name for name in _DEFAULTS if name in self.costs), next(iter(self.costs)))
 
     def costs_of(self, constants: str) -> Costs:
@@ -389,7 +383,7 @@ def shipped_names() -> list[str]:
 
 
 def cluster_path(name_or_path: str) -> Path:
-    """Path of the cluster file of that name, or the path itself if it is a file's or ends in .yaml.
+    """Path of the shipped cluster file of that name, or the given path to a file.
 
     Raises ValueError for an unknown name, naming the nearest.
     """
@@ -407,8 +401,8 @@ def cluster_path(name_or_path: str) -> Path:
 def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> ClusterFile:
     """The cluster file of `cluster_path`, with its own number of instances or another.
 
-    Raises ValueError for an unknown name (naming the nearest), an unreadable file, an unknown key,
-    a wrong type and a cluster that cannot be.
+    Raises ValueError for an unknown name, an unreadable file, an unknown key, a wrong type and an
+    invalid cluster.
     """
     path = cluster_path(name_or_path)
     tree = read_yaml(path, "cluster file")

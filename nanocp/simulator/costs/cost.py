@@ -1,11 +1,7 @@
-"""The cost model: how long a step takes for what has been decided for each instance.
+"""The cost model: step times from the rows, KV tokens and links of each instance.
 
-Enters: rows, KV tokens, links of each instance. Leaves: microseconds, with the breakdown of the
-slowest instance. Does not know: requests, policies, time.
-
-A layer runs in two phases, each as long as on the slowest instance, since dispatch waits for
-everybody (Figure 4): attention with what surrounds it and the exchange; then dispatch, expert GEMMs
-and combine.
+A layer is attention with exchange, then dispatch, expert GEMMs and combine; all wait for the
+slowest.
 """
 
 from __future__ import annotations
@@ -23,14 +19,14 @@ from nanocp.simulator.costs.cluster_file import ClusterFile, Costs
 from nanocp.values.plan import PAGE_SIZE
 
 _PARTS_OF_FRAMES = (64, 16, 4, 1)
-"""A table of drafts has instances with such parts of their frames in use."""
+"""Shares of used frames in the table of drafts."""
 _NUM_CACHED = 4096
-"""Combinations of rows and links whose times are remembered."""
+"""Size of the cache of times by rows and links."""
 
 
 @dataclass(slots=True)
 class Loads:
-    """What a step does on each instance; lists by instance."""
+    """Loads of a step; lists by instance."""
 
     kv_tokens: list[int]
     """Read by attention."""
@@ -40,10 +36,10 @@ class Loads:
     links: list[int]
     """Rows sent to other instances, or rows received, whichever are more."""
     links_between_nodes: list[int]
-    """Those of them that leave the node."""
+    """Of these, links that leave the node."""
 
     def part(self, part: float) -> Loads:
-        """A part of each load, rounded up: one row is not divided, and does not vanish."""
+        """A part of each load, rounded up."""
         return Loads(
             *(
                 [ceil(part * value - 1e-9) for value in each]
@@ -58,7 +54,7 @@ class Loads:
         )
 
     def wide(self, width: int) -> Loads:
-        """With so many step rows for each row; the KV is that of the rows."""
+        """The loads with so many step rows for each row, and unchanged KV."""
         rows, attention_rows, links, between = (
             [width * value for value in each]
             for each in (self.rows, self.attention_rows, self.links, self.links_between_nodes)
@@ -77,17 +73,17 @@ class LayerTime(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """A step, and its layers."""
+    """Time of a step and of its layers."""
 
     step_us: int
     layer: LayerTime
     two_lanes: bool = False
-    """Whether rows run in two lanes; of the layer's exchange, dispatch and combine, then, only what
-    no compute of the other lane hides."""
+    """Whether rows run in two lanes; exchange, dispatch and combine are then the part that is not
+    hidden."""
     by_schedule: bool = False
     """Whether its layers run in the order of a searched schedule."""
     num_drafts: int = 0
-    """Drafts of each row, whose MTP layers are in the step but not in the layer."""
+    """Drafts of each row; their MTP layers are in the step but not in the layer."""
 
 
 class CostModel:
@@ -101,12 +97,11 @@ class CostModel:
         wire_form: str = "",
         num_links: int = 0,
     ) -> None:
-        """Read what a step costs from a cluster file.
+        """Read the costs of a cluster file.
 
-        num_shares: how many equal instances each instance of the loads stands for (the fluid
-        bound). wire_form: what travels between instances, by default the cheapest for an instance
-        with num_links links within a node, which are those of one request of the widest degree
-        unless given.
+        num_shares: equal instances that each instance of the loads stands for (the fluid bound).
+        wire_form: by default the cheapest with num_links links within a node, by default those of
+        one request of the widest degree.
         """
         costs = file.costs_of(constants)
         self._file = file
@@ -136,7 +131,7 @@ class CostModel:
     def _set_form(self, name: str) -> None:
         form, costs = self._model.wire_form(name), self._costs
         self.wire_form = name
-        """Name of what travels between instances."""
+        """Name of the wire form."""
         bytes_there, bytes_back = form.query_bytes, form.bytes_per_link - form.query_bytes
         us_per_byte = 1 / (1e3 * costs.exchange_gb_per_s_within_node)
         us_per_byte_between = 1 / (1e3 * costs.exchange_gb_per_s_between_nodes)
@@ -169,9 +164,8 @@ class CostModel:
     def step_with_drafts(self, loads: Loads, num_drafts: int) -> StepTime:
         """The step's time if each row has so many drafts.
 
-        The MTP layer runs over all step rows, then over one of each row for every further draft.
-        Each time the step's part beside its layers is paid again, which is too much: the head is
-        most of it.
+        The MTP layer runs over all step rows, then over one of each row per further draft. Each run
+        pays the step's part beside its layers, an upper bound.
         """
         if not num_drafts:
             return self.step(loads)
@@ -186,7 +180,7 @@ class CostModel:
     def draft_table(
         self, cluster: ClusterConfig, most: int
     ) -> tuple[tuple[int, int, int, int], ...]:
-        """What `scheduler.draft_table` says of instances that are equally full, without links."""
+        """`scheduler.draft_table` for equally full instances without links."""
         table = []
         for rows in self._row_buckets:
             for part in _PARTS_OF_FRAMES:
@@ -199,11 +193,10 @@ class CostModel:
         return tuple(table)
 
     def step_in_two_lanes(self, loads: Loads) -> StepTime:
-        """The step's time if half of each instance's rows are in each lane (overlap.md).
+        """The step's time with half of each instance's rows in each lane (overlap.md).
 
-        While a lane's rows travel the other one computes. So a layer takes as long as both lanes
-        compute, as both travel, or as one lane computes and travels, whichever is longest. Each
-        lane reads the weights.
+        A layer takes the longest of both lanes' compute, both lanes' transfers, and one lane's
+        compute and transfers. Each lane reads the weights.
         """
         lane = self.step(loads.part(0.5)).layer
         first_us, exchange_us = lane.attention_us + lane.other_us, lane.exchange_us
@@ -228,9 +221,9 @@ class CostModel:
         )
 
     def lane_table(self, cluster: ClusterConfig) -> tuple[tuple[int, int, int], ...]:
-        """What `scheduler.lane_table` says of instances that are equally full.
+        """`scheduler.lane_table` for equally full instances.
 
-        By rows, without links and with a link for each row; frames are as full as rows are.
+        By rows, without links and with a link for each row; frames fill as rows do.
         """
         tokens_per_row = cluster.num_frames * PAGE_SIZE // cluster.bounds.max_rows
         table = []
@@ -251,11 +244,7 @@ class CostModel:
     def _slowest_first_phase(
         self, loads: Loads, num_queries: int = 1
     ) -> tuple[float, float, float]:
-        """The longest `_first_phase` of all instances, the first of equals.
-
-        What does not depend on the tokens is looked up: rows and links change little from step to
-        step.
-        """
+        """The longest `_first_phase` of all instances; times by rows and links are cached."""
         costs, shares, without_tokens = self._costs, self._num_shares, self._without_tokens
         ps_per_token = costs.ps_per_token(num_queries)
         slowest, longest_us = (0.0, 0.0, 0.0), -1.0
@@ -282,9 +271,9 @@ class CostModel:
     def _first_phase_without_tokens(
         self, rows: int, attention_rows: int, links: int, links_between_nodes: int
     ) -> tuple[float, float, float, float]:
-        """Microseconds of attention by its rows, of the exchange, of Q's route, and of the rest.
+        """Microseconds of attention by its rows, exchange, Q's route, and the rest.
 
-        Own attention hides Q's route, which is not in the exchange if the constants say so.
+        The exchange excludes Q's route if the constants say that own attention hides it.
         """
         costs, shares = self._costs, self._num_shares
         padded = _padded(attention_rows / shares, self._attention_buckets)
@@ -322,10 +311,9 @@ class CostModel:
     def exchange_us(
         self, num_links: int, num_between_nodes: int, num_received: int, own_us: float = inf
     ) -> float:
-        """Time what both routes of an instance and its received rows add; 0 without links.
+        """Microseconds that both routes and received rows add; 0 without links.
 
-        own_us: attention of own rows, which hides as much of Q's route if the constants are in the
-        engine's order.
+        own_us: attention of own rows, which hides Q's route in the engine's order.
         """
         query_us, rest_us = self._routes_us(num_links, num_between_nodes, num_received)
         hidden_us = own_us if self._costs.hides_queries else 0.0
@@ -354,9 +342,9 @@ class CostModel:
         return self._dispatch_us + self._us_per_row * rows
 
     def in_tokens(self, num_drafts: int = 0) -> CostConfig:
-        """What cost_aware weighs: costs in KV tokens of attention, and ingest in nanoseconds.
+        """Weights of cost_aware: costs in KV tokens of attention, and ingest in nanoseconds.
 
-        num_drafts: of a row, each of which is one row more on a link and in a mixture.
+        num_drafts: of a row; each adds a row to links and MoE layers.
         """
         costs, width = self._costs, 1 + num_drafts
         link_us, far_link_us = self._us_per_partial, self._us_per_partial_between
@@ -394,8 +382,8 @@ def profile_cp_degrees(
 ) -> tuple[tuple[int, int], ...]:
     """(length, degree) buckets of 4.2.2: each degree is that of least attention and exchange.
 
-    What is swept is one request alone, split evenly within a node. The last bucket ends above
-    max_len. num_drafts: of the request in each step.
+    The sweep has one request, split evenly within a node. The last bucket ends above max_len.
+    num_drafts: of the request in each step.
     """
     width = 1 + num_drafts
 
@@ -427,7 +415,7 @@ def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:
 
 
 def _of_both_lanes(compute_us: float, network_us: float) -> float:
-    """A layer's time from one lane's parts; lanes take turns with the compute and the network."""
+    """A layer's time from one lane's parts; lanes alternate between compute and network."""
     return max(2 * compute_us, 2 * network_us, compute_us + network_us)
 
 

@@ -1,8 +1,4 @@
-"""Steps of a simulated cluster in the order of a searched schedule (docs/develop/overlap.md).
-
-Enters: what a step costs, a schedule. Leaves: a layer's operations for a search; step times. Does
-not know: how a schedule is found.
-"""
+"""Step times with layers in the order of a searched schedule (docs/develop/overlap.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from nanocp.simulator.costs.cluster_file import ClusterFile
 from nanocp.simulator.costs.cost import CostModel, LayerTime, Loads, StepTime
 
 INTERFERENCE = TABLE_3
-"""The paper's, of an A100. That of other GPUs has not been measured."""
+"""The paper's, of an A100; other GPUs were not measured."""
 _OPERATIONS: dict[str, Callable[[LayerTime], float]] = {
     "other": lambda layer: layer.other_us,
     "attention": lambda layer: layer.attention_us,
@@ -30,13 +26,13 @@ _OPERATIONS: dict[str, Callable[[LayerTime], float]] = {
 }
 """An MoE layer's operations in program order, with their microseconds of a layer."""
 _IN_EVERY_LAYER = ("other", "attention", "exchange")
-"""Those of them that layers without experts have too."""
+"""Of these, the ones in layers without experts too."""
 _NETWORK = ("exchange", "dispatch", "combine")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a schedule was searched for."""
+    """The case of a schedule search."""
 
     cluster: str
     """The name or path of a cluster file."""
@@ -58,8 +54,8 @@ class Case:
 def layer_operations(model: CostModel, loads: Loads) -> tuple[Operation, ...]:
     """One MoE layer's operations, each of which waits for the one before.
 
-    What half of the batch does not halve, such as reading weights, every nano-operation pays again.
-    An operation of which this is most is bound by memory, as attention is.
+    Every nano-operation pays the fixed part again, such as reading weights; where it is most, the
+    operation is memory-bound.
     """
     whole, half = (model.step(loads.part(part)).layer for part in (1.0, 0.5))
     operations, names = [], list(_OPERATIONS)
@@ -83,7 +79,7 @@ class ScheduledSteps:
     def step(self, loads: Loads) -> StepTime:
         """The step's time in the schedule's order, or in program order where that is shorter.
 
-        Its layer is that of program order, in proportion: nobody waits for a certain part alone.
+        The layer's parts are in proportion to those of program order.
         """
         plain = self._model.step(loads)
         parts = {
@@ -114,7 +110,7 @@ class ScheduledSteps:
 
 
 def write(path: Path, schedule: schedules.Schedule, case: Case, model: CostModel) -> None:
-    """Write a schedule with the case that it is for."""
+    """Write a schedule with its case."""
     operations = layer_operations(model, case.loads)
     schedules.write(path, schedule, operations, INTERFERENCE, asdict(case))
 
@@ -122,8 +118,7 @@ def write(path: Path, schedule: schedules.Schedule, case: Case, model: CostModel
 def read(path: Path, cluster: str, constants: str, model: CostModel) -> schedules.Schedule:
     """Read a schedule for this cluster.
 
-    Raises ValueError if it is for another one, or if what `nanocp.overlap.schedule.read` checks is
-    wrong.
+    Raises ValueError if it is for another one, or if `nanocp.overlap.schedule.read` refuses it.
     """
     found = schedules.case_of(path)
     try:

@@ -1,7 +1,4 @@
-"""The files of simulated clusters and pipelines: YAML, by name if they ship.
-
-Enters: a folder of files, a path. Leaves: names, validated values. Does not know: what a file says.
-"""
+"""YAML files of simulated clusters and pipelines, by path or by shipped name."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def validated(kind: type[File], tree: Any) -> File:
 
 
 def sentence(detail: dict[str, Any], kind: type) -> str:
-    """One of pydantic's details of what is wrong with a file of this class, in words."""
+    """One of pydantic's error details as a sentence."""
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         nearest = none_of(str(detail["loc"][-1]), _known_keys(kind, detail["loc"][:-1]))

@@ -1,8 +1,4 @@
-"""What a step with drafts takes of the time of one without: `scheduler.draft_table`.
-
-Enters: sections of the configuration, what measures a batch. Leaves: the scheduler's, with the
-table. Does not know: how a batch is measured, files.
-"""
+"""Measures `scheduler.draft_table`: step time with drafts over step time without."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE
 
 _LENGTH = 1024
-"""Tokens of each row at most, on average: longer contexts are taken to be like these."""
+"""Mean tokens of a row, at most: longer contexts are taken to be like these."""
 
 Measure = Callable[[Batch, int], tuple[float, float]]
 """Microseconds of a step without drafts and with so many."""
@@ -24,10 +20,7 @@ Measure = Callable[[Batch, int], tuple[float, float]]
 def with_draft_table(
     scheduler: SchedulerConfig, cluster: ClusterConfig, measure: Measure
 ) -> SchedulerConfig:
-    """The scheduler's configuration that has drafts where the measured table says that they pay.
-
-    Sizes go as far as bounds have room for the step rows.
-    """
+    """The scheduler's configuration with drafts where the measured table says that they pay."""
     num_instances, bounds = cluster.num_instances, cluster.bounds
     table = []
     for drafts in range(1, scheduler.num_drafts + 1):

@@ -1,8 +1,4 @@
-"""From measured steps to the files of `serve` and `simulate`: CP-degree table and cost constants.
-
-Enters: batches with their measured phases. Leaves: a ClusterFile, configuration keys, residuals,
-and both as text. Does not know: how a step is measured, the command line.
-"""
+"""Fits the CP-degree table and the cost constants of `serve` and `simulate` to measured steps."""
 
 from __future__ import annotations
 
@@ -32,12 +28,11 @@ from nanocp.simulator.costs.cluster_file import ClusterFile, Costs, ModelShape, 
 from nanocp.simulator.costs.cost import CostModel, Loads
 
 CONSTANTS = "fitted"
-"""Name of the set of constants in the cluster file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A batch, and the times of its phases: means over the instances, which have equal loads."""
+    """A batch and the mean times of its phases over equally loaded instances."""
 
     batch: Batch
     times: PhaseTimes
@@ -50,8 +45,7 @@ Sweep = Mapping[int, Mapping[int, float]]
 def degree_table(sweep: Sweep) -> tuple[tuple[tuple[int, int], ...], int]:
     """(cp_degree_buckets, cp_degree_max): the fastest degree for each length.
 
-    A degree counts from the length above which no smaller degree is faster again: noise makes no
-    islands.
+    A degree counts from the length above which no smaller one is faster, despite noise.
     """
     lengths = sorted(sweep)
     degrees = [
@@ -74,7 +68,7 @@ class Fit:
 
     @property
     def median(self) -> float:
-        """Median of the errors without their signs."""
+        """Median of the absolute errors."""
         return median(map(abs, self.errors))
 
     @property
@@ -84,11 +78,11 @@ class Fit:
 
 
 _NO_EXPERTS = Fit((0.0, 0.0), ())
-"""A dense model has nothing to measure here, and nothing is multiplied by it."""
+"""A dense model has no experts to measure."""
 _MOST_MEDIAN, _MOST_WORST = 0.2, 0.75
-"""Errors of a fit on a machine where nothing else runs."""
+"""Largest errors of a fit on an idle machine."""
 _LEAST_SPEED = 1e-3
-"""A speed that is not known must still be above 0."""
+"""An unknown speed must be above 0."""
 
 
 def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
@@ -120,12 +114,11 @@ def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The measured cluster as `simulate` reads it, and the errors of its costs."""
+    """The measured cluster file for `simulate`, and the errors of its costs."""
 
     file: ClusterFile
     fits: Mapping[str, Fit]
-    """Fits by what was fitted. The last is the whole step, which the cost model of `simulate`
-    predicts."""
+    """Fits by name; the last is the whole step."""
 
 
 def fit_cluster(
@@ -136,10 +129,7 @@ def fit_cluster(
     points: Sequence[Point],
     ingest_gb_per_s: float,
 ) -> Fitted:
-    """Fit every constant of the cost model.
-
-    Every point loads all instances equally. Some points have links, some have none.
-    """
+    """Fit every constant of the cost model to points with and without links."""
     bounds, num_instances = cluster.bounds, cluster.num_instances
     linked = [point for point in points if loads_of(point.batch, num_instances).links[0]]
 
@@ -235,7 +225,7 @@ def step_us(model: ModelConfig, times: PhaseTimes) -> float:
 
 
 def loads_of(batch: Batch, num_instances: int) -> Loads:
-    """The loads that a step of the batch puts on each instance, as the cost model counts them."""
+    """The loads that a step of the batch puts on each instance."""
     loads = Loads(*([0] * num_instances for _ in fields(Loads)))
     received = [0] * num_instances
     for request in batch:
@@ -255,14 +245,13 @@ def kv_bytes(data_plane: DataPlaneConfig, model: ModelConfig) -> int:
 
 
 def _link_bytes(data_plane: DataPlaneConfig, model: ModelConfig) -> int:
-    """Bytes of a link: the query there, the partial output and its LSE back."""
     num_heads = model.attention.num_heads
     q_width, res_width = model.attention.wire_widths(data_plane.wire_form)
     return (q_width + num_heads * res_width) * item_bytes(data_plane) + num_heads * 4
 
 
 def rounded(value: float) -> float:
-    """The value in four digits; measurements have no more."""
+    """The value in four digits."""
     return float(f"{value:.4g}")
 
 
@@ -270,7 +259,7 @@ def rounded(value: float) -> float:
 
 
 def doubts(fitted: Fitted) -> list[str]:
-    """Lines for the head of both files if the steps that were measured do not fit the model."""
+    """Warnings for the head of both files if the fit is poor."""
     return [
         f"{UNRELIABLE}{name} of the fitted costs differ from measured steps by {fit.median:.0%} in "
         f"the median and {abs(fit.worst):.0%} at worst; {_MOST_MEDIAN:.0%} and {_MOST_WORST:.0%} "
@@ -306,7 +295,7 @@ def profile_yaml(section: SchedulerConfig | PassesConfig, about: Sequence[str]) 
 
 
 def serve_yaml(tree: dict[str, Any], profile: Path, about: Sequence[str]) -> str:
-    """The file for `nanocp serve --config`: the profile, put into the tree of other keys."""
+    """The file for `nanocp serve --config`: the profile merged into the other keys."""
     tree.setdefault("scheduler", {})["profile"] = str(profile.resolve())
     return _document(tree, about)
 

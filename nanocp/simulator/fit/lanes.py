@@ -1,8 +1,4 @@
-"""What two lanes take of the time of one, by the size of a batch: `scheduler.lane_table`.
-
-Enters: a cluster, what measures a batch. Leaves: the table. Does not know: how a batch is
-measured, files.
-"""
+"""Measures `scheduler.lane_table`: step time in two lanes over one, by batch size."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ _LENGTH = 256
 
 
 def lane_batches(cluster: ClusterConfig) -> Iterator[tuple[int, int, Batch]]:
-    """(rows, links, batch): sizes of an instance, without links and with a link for each row."""
+    """(rows, links, batch) of an instance, without links and with a link for each row."""
     num_instances, bounds = cluster.num_instances, cluster.bounds
     tokens = min(cluster.num_frames * PAGE_SIZE, bounds.max_rows * _LENGTH)
     batches = (
@@ -49,10 +45,7 @@ def measure_lane_table(cluster: ClusterConfig, measure: Callable[[Batch], LaneTi
 
 
 def with_lane_table(scheduler: SchedulerConfig, table: LaneTable) -> SchedulerConfig:
-    """The scheduler's configuration that runs two lanes where the table says so.
-
-    If they pay nowhere it has one lane, whose instances need no regions for a second one.
-    """
+    """The scheduler's configuration with two lanes where the table says so, else with one."""
     scheduler = replace(scheduler, lanes="measured", lane_table=table)
     if not any(scheduler.lanes_pay(rows, links) for rows, links, _ in table):
         return replace(scheduler, lanes="off")

@@ -1,8 +1,4 @@
-"""Passes of a pipeline on this machine's CPU, to which the predictor's constants are fitted.
-
-Enters: a checkpoint, requests. Leaves: passes with the processor time of each part; how far both
-forms of the predictor are off. Does not know: the command line, files.
-"""
+"""Measures passes of a pipeline on this machine's CPU, to fit the predictor's constants."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ KINDS: dict[str, tuple[SamplingParams, ...]] = {
     "controls": (replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.2),),
     "logprobs": (replace(GREEDY, logprobs=5),),
 }
-"""How requests of a play are sampled. `mixed` has requests of every kind, and of all at once."""
+"""Kinds of sampling in a play; `mixed` has all of them."""
 KINDS["mixed"] = (
     *(params for (params,) in KINDS.values()),
     replace(_DRAWN, top_p=0.9, repetition_penalty=1.2, logprobs=5),
@@ -51,7 +47,7 @@ _HELD_OUT_DRAWS = 10
 
 
 class LoadPhase(NamedTuple):
-    """Requests that run at a time, and how many passes that goes on."""
+    """Concurrent requests, and the number of passes."""
 
     num_rows: int
     prompt_len: int
@@ -69,8 +65,7 @@ _MIXES = (
     LoadPhase(24, 200, 40, 10),
     LoadPhase(32, 30, 40, 10),
 )
-"""Few rows and many, short ones and long ones of both. If few rows were always long, what they
-attend to could not be told from what any row takes, and few short ones would be foretold badly."""
+"""Few and many rows, short and long: a fit must tell rows from attended tokens."""
 _NUM_PLAYS = 3
 _WARM_UP = LoadPhase(32, 2, 4, 4)
 """The first pass that samples takes up to four times as long: its memory is mapped then."""
@@ -82,15 +77,15 @@ class Played(NamedTuple):
     passes: list[PassTime]
     moves: list[MoveTime]
     layouts: list[tuple[int, tuple[int, ...]]]
-    """Each change: the pass that is the first after it, and the layers of each stage from then."""
+    """For each change: its first pass, and the layers of each stage."""
     works: dict[int, int]
     """Request id -> its SamplerWork."""
     plan_us: float
-    """Processor time of the planning of a pass, the mean."""
+    """Mean CPU time to plan a pass."""
 
     @property
     def num_changes(self) -> int:
-        """Times that the layout changed."""
+        """Number of layout changes."""
         return len(self.layouts)
 
 
@@ -110,8 +105,8 @@ class PipelinePlay:
     ) -> None:
         """Load the stages. Raises ValueError for a checkpoint that does not fit.
 
-        params: each request draws one of these. slowness: see TimedStages. warm_up: what runs
-        first. Its requests end before the others begin, and its passes are left out.
+        params: each request draws one of these. slowness: see TimedStages. warm_up: runs first, and
+        is not measured.
         """
         self._warm_up = warm_up
         self._phases, self._params, self._random = phases, params, Random(0)
@@ -184,7 +179,7 @@ class PipelinePlay:
         self._events.append(Arrival(number, length, max_tokens, row, sampler_work=work))
 
     def _turn(self) -> None:
-        """Plan all that may be in flight, and run it to its end."""
+        """Plan all passes that may be in flight, and run them."""
         while True:
             begin_ns = time.thread_time_ns()
             plan = self._scheduler.plan_pass(self._events, time.monotonic_ns() // 1000)
@@ -214,7 +209,7 @@ def mixes(
 ) -> list[MeasuredPass]:
     """Passes of many sizes, through one stage: few rows and many, chunks of any length, both.
 
-    kind: how they are sampled, a name of KINDS.
+    kind: of sampling, a name of KINDS.
     """
     dense = num_first_dense(ModelConfig.from_folder(checkpoint))
     phases = [each._replace(num_passes=4) for each in _MIXES] if is_quick else _MIXES
@@ -244,7 +239,7 @@ class Measured(NamedTuple):
 
     passes: dict[str, list[MeasuredPass]]
     apart: dict[str, FitError]
-    """For each kind, what two plays of the same pass differ by: no prediction can be that exact."""
+    """Relative difference of two plays of the same pass, by kind: no prediction is more exact."""
 
 
 def measure(
@@ -254,10 +249,7 @@ def measure(
     is_quick: bool = False,
     data_plane: DataPlaneConfig | None = None,
 ) -> Measured:
-    """Play the mixes of all kinds several times, in turn and back, so that drift hits all alike.
-
-    kinds: names of KINDS.
-    """
+    """Play the mixes of all kinds several times, in turn and back, so that drift hits all alike."""
     plays: dict[str, list[list[MeasuredPass]]] = {kind: [] for kind in kinds}
     for number in range(_NUM_PLAYS):
         for kind in kinds[:: -1 if number % 2 else 1]:
@@ -269,7 +261,7 @@ def measure(
 
 
 def medians(plays: Sequence[Sequence[MeasuredPass]]) -> list[MeasuredPass]:
-    """The passes of plays, which are the same in each, with the median of their times."""
+    """The passes of equal plays, with the median of their times."""
     return [
         each[0]._replace(
             layer_us=median(one.layer_us for one in each),
@@ -287,7 +279,7 @@ def _median_of_known(us: Sequence[float | None]) -> float | None:
 
 
 def apart(plays: Sequence[Sequence[MeasuredPass]]) -> FitError:
-    """What the times of a pass in two plays differ by, relative to their mean; on average."""
+    """Mean relative difference of the times of a pass in two plays."""
     pairs = [pair for each in _same_passes(plays) for pair in combinations(each, 2)]
 
     def differ(time: Callable[[MeasuredPass], float]) -> float:
@@ -304,14 +296,13 @@ def apart(plays: Sequence[Sequence[MeasuredPass]]) -> FitError:
 def _same_passes(
     plays: Sequence[Sequence[MeasuredPass]],
 ) -> list[tuple[MeasuredPass, ...]]:
-    """For each pass, what each play took for it."""
     passes = list(zip(*plays, strict=True))
     assert all(one.spans == each[0].spans for each in passes for one in each), "plays differ"
     return passes
 
 
 def num_first_dense(model: ModelConfig) -> int:
-    """The first layers of a model that are dense, where others have experts."""
+    """The number of leading dense layers of an MoE model."""
     return model.num_dense_layers if model.num_experts else 0
 
 
@@ -321,9 +312,9 @@ def errors(
     experts_per_token: int,
     dense_layers: int = 0,
 ) -> dict[str, dict[str, FitError]]:
-    """For each form of the predictor and each kind, mean errors on a held-out third.
+    """Mean errors on a held-out third, for each form of the predictor and each kind.
 
-    passes: by their kind. One fit is for all kinds; the third is drawn several times.
+    One fit covers all kinds; the third is drawn several times.
     """
     found: dict[str, dict[str, list[FitError]]] = {
         form: {kind: [] for kind in passes} for form in FORMS

@@ -1,8 +1,4 @@
-"""The unit of a log's times: all of them decide it, or the user does.
-
-Enters: the times of a file as they stand there. Leaves: a unit, or a ValueError that says what was
-found and what to do. Does not know: requests, files.
-"""
+"""Infers the unit of a log's timestamps, or takes the user's; a ValueError says what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ _WORDS = {
 }
 """Last words of names that say a unit."""
 _OUR_YEARS_S = 1.42e9, 2.53e9
-"""Seconds since 1970 of 2015 and 2050: a number between them is taken for such a time."""
+"""Seconds since 1970 of 2015 and 2050, the range of absolute timestamps."""
 _USUAL_RATE = 5.0
 _HABITS = {
     "whole timestamp": (1.0, 10.0, 0.2, 0.05),
@@ -37,11 +33,11 @@ _HABITS = {
     "thousandths": (30.0, 1.0, 0.1, 0.01),
     "fractions": (4.0, 1.0, 0.1, 0.01),
 }
-"""How often numbers of a form are s, ms, us and ns. Whole timestamps are mostly Mooncake's."""
+"""Prior odds of s, ms, us and ns by a number's form. Whole timestamps are mostly Mooncake's."""
 _SAID = 1000.0
-"""How much likelier a unit is that the name says, or in which a time is of our years."""
+"""Likelihood ratio of a unit that the name says, or that gives years in the range."""
 _SURE, _SURE_OF_YEARS = 4.0, 100.0
-"""The likeliest unit must be so much likelier than the next one."""
+"""Least odds of the likeliest unit over the next one."""
 
 
 class LogTime(NamedTuple):
@@ -50,13 +46,13 @@ class LogTime(NamedTuple):
     where: str
     name: str
     value: float
-    """The number that stands there; for a date, microseconds since 1970."""
+    """The number in the file; for a date, microseconds since 1970."""
     date: str = ""
     """DATE or ZONED; "" for a number."""
 
     @property
     def kind(self) -> tuple[str, str]:
-        """(unit that its form or name says, unit in which it is of our years); "" for none."""
+        """(unit by form or name, unit by range of years); "" for none."""
         if self.date:
             return self.date, ""
         words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", self.name)
@@ -71,7 +67,7 @@ class LogTime(NamedTuple):
 
 
 def unit_of(moments: Sequence[LogTime], given: str = "") -> str:
-    """The unit of all, a name of UNITS or DATE; given: what the user says.
+    """The unit of all, a name of UNITS or DATE; given: the user's.
 
     Raises ValueError if they have more than one, or if it cannot be told.
     """
@@ -121,7 +117,7 @@ def _refuse_two(one: LogTime, other: LogTime) -> None:
 
 
 def _passes_our_years(moments: Sequence[LogTime]) -> bool:
-    """Whether many numbers are just beside those of our years: a clock ran on through them."""
+    """Whether many numbers are just outside the range: a clock ran on through it."""
     low, high = _OUR_YEARS_S
     values_s = [one.value * us / 1e6 for one in moments if not one.date for us in UNITS.values()]
     beside = sum(low / 2 < value <= low or high <= value < 2 * high for value in values_s)
@@ -131,8 +127,7 @@ def _passes_our_years(moments: Sequence[LogTime]) -> bool:
 def _check_one_scale(ascending: Sequence[LogTime]) -> None:
     """Raise ValueError if the times look like those of two units, or of two clocks.
 
-    Then the lowest 500th of their span has nearly all, or many of another form, or many with gaps
-    a thousandth as long.
+    A sign: the lowest 500th of the span has nearly all, or many of another form or with tiny gaps.
     """
     end = ascending[0].value + (ascending[-1].value - ascending[0].value) / 500
     near = sorted({one.value for one in ascending if one.value <= end})

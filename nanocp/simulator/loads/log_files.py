@@ -1,8 +1,4 @@
-"""Files of requests in the forms of their makers: a CSV, lines of JSON, or one JSON.
-
-Enters: a path, also of a pipe, packed or cut. Leaves: an entry for each line or object that may be
-a request, and what the file lacks. Does not know: which fields a request has.
-"""
+"""Readers of request files, also piped, compressed or truncated: CSV, JSON lines, one JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from typing import Any
 from nanocp.files.inputs import readable
 
 PHASE = "metadata.benchmark_phase"
-"""What a request of AIPerf belongs to; other makers' requests of a warm-up get it too."""
+"""AIPerf's phase of a request; also set for warm-up requests of others."""
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
 
 _Entry = tuple[str, dict[str, Any]]
@@ -30,7 +26,7 @@ _Entry = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """A file's text, and what it lacks."""
+    """A file's text, and notes of defects."""
 
     path: Path
     text: str
@@ -38,7 +34,7 @@ class LogFile:
 
     @classmethod
     def read(cls, path: Path) -> LogFile:
-        """Raises ValueError. A file that is packed and cut, or cut in a letter, is read so far."""
+        """Raises ValueError; a truncated file is read up to the cut."""
         data, notes = io.BytesIO(), []
         try:
             with readable(path).open("rb") as raw:
@@ -85,7 +81,7 @@ class LogFile:
             raise ValueError(f"{self.path}, line {rows.line_num}: {error}") from error
 
     def objects(self) -> Iterator[_Entry]:
-        """What may be requests in any form but a CSV."""
+        """Candidate requests in any form but a CSV."""
         lines = [line for line in self.lines if line.strip()]
         if "".join(lines[:1]).lstrip()[:1] in ("{", "[") and not any(map(_is_object, lines[:20])):
             for text in (self.text, _closed(self.text)):
@@ -120,7 +116,7 @@ class LogFile:
             yield where, entry
 
     def _unpacked(self, where: str, entry: Any) -> Iterator[_Entry]:
-        """An entry as it is, or the requests of a result of a load generator."""
+        """An entry as it is, or the requests of a load generator's result."""
         if not isinstance(entry, dict):
             yield where, {}
         elif isinstance(entry.get("benchmarks"), list):
@@ -141,7 +137,7 @@ class LogFile:
             yield where, nested if isinstance(nested, dict) and "request" not in entry else entry
 
     def _guidellm(self, where: str, benchmarks: list[Any]) -> Iterator[_Entry]:
-        """The requests of a report; those before a benchmark's measured time are its warm-up."""
+        """The requests of a report; those before the measured time are warm-up."""
         if len(benchmarks) > 1:
             self.notes.append(
                 f"It has {len(benchmarks)} benchmarks, which are played one after the other."
@@ -174,7 +170,7 @@ def _is_object(line: str) -> bool:
 
 
 def _closed(text: str) -> str:
-    """A JSON text that was cut, up to its last complete element, with the ends that it lacks."""
+    """A truncated JSON text, closed after its last complete element."""
     ends: list[str] = []
     complete = ""
     end = 0

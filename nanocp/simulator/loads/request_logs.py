@@ -1,8 +1,6 @@
-"""Logs of requests: who came when, with how many tokens in and out.
+"""Reads request logs: traces of Mooncake and Azure, load generators, Dynamo, NanoCP, JSON, CSV.
 
-Enters: a file of Mooncake's or Azure's trace, of a load generator, of Dynamo or NanoCP, or other
-JSON lines or CSV. Leaves: its requests in order of arrival and what was read of them, or a
-ValueError with the line and the field. Does not know: rates, scales.
+Requests are in order of arrival; a ValueError names the line and the field.
 """
 
 from __future__ import annotations
@@ -37,36 +35,36 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
         *("tokens_out", "num_generation_tokens", "output_len", "osl"),
     ),
 }
-"""What a log calls them; a dot goes into an object. The first that a line has counts."""
+"""Names of fields in logs; a dot enters an object. The first that a line has counts."""
 STRICT = {
     "mooncake": {ARRIVAL: "timestamp", PROMPT: "input_length", OUTPUT: "output_length"},
     "azure": {ARRIVAL: "TIMESTAMP", PROMPT: "ContextTokens", OUTPUT: "GeneratedTokens"},
 }
 """Traces whose every line is a request."""
 _TOTAL = "total_s"
-"""A line with it is written when its request ends, if it has a time of its own only."""
+"""A line with only this time is written when its request ends."""
 _TIMES_OF_A_LINE = ("time", "ts")
 _MEASURED = "profiling"
-"""The phase of what is no warm-up."""
+"""The phase of measured requests."""
 _FAILED = ("error", "metadata.was_cancelled")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """What a file says."""
+    """The requests of a file, and how it was read."""
 
     requests: tuple[WorkloadRequest, ...]
     """In order of arrival; the first arrives at 0."""
     fields: tuple[str, str, str]
-    """Where arrival, prompt and output were found, the arrival with its unit."""
+    """Names of the fields read as arrival (with unit), prompt and output."""
     num_skipped: int
     """Lines that are no request with a token each way: refusals, other messages."""
     num_failed: int = 0
-    """Requests of a load generator that failed or did not end; they are left out."""
+    """Requests that failed or did not end; they are left out."""
     num_warm_up: int = 0
-    """Requests of a load generator's warm-up; they are left out."""
+    """Warm-up requests; they are left out."""
     notes: tuple[str, ...] = ()
-    """Sentences of what the file lacks."""
+    """Sentences about defects of the file."""
 
     @property
     def rate_per_s(self) -> float:
@@ -78,9 +76,9 @@ class RequestLog:
 
 
 def read_log(path: Path, names: Mapping[str, str] | None = None, time_unit: str = "") -> RequestLog:
-    """Read any log. names: what it calls arrival, prompt or output, if not as known here.
+    """Read any log.
 
-    time_unit: that of its times, if they do not tell it.
+    names: of arrival, prompt and output, if not known here. time_unit: if it cannot be inferred.
     """
     given = {what.strip(): name.strip() for what, name in (names or {}).items()}
     if unknown := sorted(set(given) - set(KNOWN)):
@@ -124,9 +122,9 @@ def read_log(path: Path, names: Mapping[str, str] | None = None, time_unit: str 
 def read_trace(kind: str, path: Path) -> RequestLog:
     """Read a trace of STRICT, in which no line may be wrong or go back in time.
 
-    Mooncake (FAST'25) has a JSON object a line: timestamp (milliseconds), input_length,
-    output_length, and hash_ids where they were kept: equal ids are equal blocks after equal
-    blocks. `tenant` may be there: whose request it is. Azure (ISCA'24) has a CSV.
+    Mooncake (FAST'25) has a JSON object a line: timestamp (ms), input_length, output_length,
+    optional hash_ids (equal prefixes of ids are equal prefixes of prompts) and optional `tenant`.
+    Azure (ISCA'24) has a CSV.
     """
     names, file = STRICT[kind], LogFile.read(path)
     reader = _Reader({what: (name,) for what, name in names.items()}, is_strict=True)
@@ -194,7 +192,7 @@ class _Reader:
         self._found = self._found or found
 
     def log(self, time_unit: str, notes: list[str]) -> RequestLog:
-        """What was read. Raises ValueError if the times have no unit, or go back in a trace."""
+        """The log. Raises ValueError if the times have no unit, or go back in a trace."""
         found = self._found
         if not found:
             return RequestLog((), ("", "", ""), self.num_skipped)

@@ -1,7 +1,4 @@
-"""One request of a workload.
-
-Enters: numbers. Leaves: a frozen value. Does not know: where it comes from.
-"""
+"""A request of a workload."""
 
 from __future__ import annotations
 
@@ -16,34 +13,33 @@ HASH_ID_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class QuietUntil:
-    """In place of a request: nobody asks before this moment."""
+    """In place of a request: no arrival before this moment."""
 
     arrival_us: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """What a client will ask, and how long the answer will be, which only the simulator knows."""
+    """A request with its output length, which only the simulator knows."""
 
     arrival_us: int
     prompt_len: int
     output_len: int
-    """Tokens after which it stops: at most max_tokens."""
+    """Actual tokens, at most max_tokens."""
     max_tokens: int
-    """What the client allows, and all that the scheduler knows."""
+    """The client's limit, known to the scheduler."""
     hash_ids: tuple[int, ...] = ()
-    """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: requests with the same
-    first ids have prompts that begin alike."""
+    """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: equal prefixes of ids are
+    equal prefixes of prompts."""
     is_running: bool = False
-    """It was running before the run began: its KV is there already, prompt_len counts the tokens
-    that it has generated, output_len those to come. Its first token is not seen, so it is not
-    judged."""
+    """Runs already at the start and is not judged: prompt_len counts the tokens generated,
+    output_len those to come."""
 
     tenant: str = ""
-    """Whose request it is; empty if nobody says."""
+    """Tenant of the request; empty if unknown."""
 
     def arrival(self, request_id: int) -> Arrival:
-        """What the scheduler gets of it."""
+        """The request as the scheduler gets it."""
         return Arrival(
             request_id,
             self.prompt_len,
@@ -76,4 +72,4 @@ class WorkloadRequest:
 
 
 Upcoming = WorkloadRequest | QuietUntil
-"""What a simulation takes one by one, in order of time."""
+"""Input of a simulation, in order of time."""

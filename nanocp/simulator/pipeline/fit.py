@@ -1,8 +1,4 @@
-"""Constants of the predictor, fitted to measured passes by least squares on the relative error.
-
-Enters: passes with the time of a layer and of sampling. Leaves: PassCosts in the paper's form or
-ours, and how far they are off. Does not know: where the times come from.
-"""
+"""Predictor constants, fitted to measured passes by least squares on the relative error."""
 
 from __future__ import annotations
 
@@ -41,14 +37,14 @@ _DENSE = {
 
 
 class _Bend(NamedTuple):
-    """What a time depends on besides its features, by names of PassCosts."""
+    """Piecewise-linear part of a time, by names of PassCosts."""
 
     together: str
-    """The number of tokens from which on another one takes another time."""
+    """Tokens from which on another one takes another time."""
     token_us: str
-    """What a token takes up to there."""
+    """Time of a token up to there."""
     more_us: str
-    """What each of these takes more."""
+    """Additional time of each token beyond."""
     count: Callable[[PassFeatures], int]
     """Counts the tokens."""
 
@@ -63,11 +59,11 @@ _MORE_IN_DENSE = _Bend(
     lambda found: found.tokens,
 )
 _NUMBERS_TOGETHER = sorted({most << power for most in (2, 3) for power in range(9)})
-"""Tokens from which on another one may take another time; all are tried."""
+"""Candidate positions of the bend; all are tried."""
 _LEAST_BEYOND = 3
-"""Passes with more tokens than that; with fewer, a bend would follow one of them."""
+"""Passes beyond the bend, at least; fewer would overfit."""
 _ROUNDING = 1e-12
-"""A squared error that is less is none."""
+"""Smaller squared errors are zero."""
 _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
     "token_us": lambda found: found.tokens,
     "token_length_us": lambda found: found.attended,
@@ -90,7 +86,7 @@ _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
 
 
 class MeasuredPass(NamedTuple):
-    """A pass, and how long it took."""
+    """A pass with its measured times."""
 
     spans: tuple[Span, ...]
     layer_us: float
@@ -102,7 +98,7 @@ class MeasuredPass(NamedTuple):
     dense_us: float = 0.0
     """Time of one dense layer, if some are."""
     stage_us: float | None = None
-    """What the stage took besides its layers and sampling; None if that is not known."""
+    """Time of the stage besides its layers and sampling; None if that is not known."""
 
 
 class FitError(NamedTuple):
@@ -111,7 +107,7 @@ class FitError(NamedTuple):
     layer: float
     sampling: float
     dense: float
-    """That of a dense layer; 0 if none is."""
+    """Error of a dense layer; 0 if none is."""
 
 
 def draw_mixes(num_mixes: int, seed: int = 0) -> list[tuple[Span, ...]]:
@@ -167,7 +163,7 @@ def fit_costs(
 
 
 def fit_error(costs: PassCosts, passes: Sequence[MeasuredPass]) -> FitError:
-    """How far the constants are off, on average."""
+    """Mean errors of the constants."""
     times = [predict_pass(one.spans, costs, one.works) for one in passes]
     pairs = list(zip(times, passes, strict=True))
     dense = [abs(time.dense_us / one.dense_us - 1) for time, one in pairs if one.dense_us]
@@ -192,10 +188,9 @@ def _bent(
     found: Sequence[PassFeatures],
     us: Sequence[float],
 ) -> dict[str, Any]:
-    """Constants of a time that grows faster, or slower, from some number of tokens on.
+    """Constants of a piecewise-linear time, memory-bound for few tokens and never falling.
 
-    For few tokens it is that of reading weights, for many that of computing; it never falls with
-    more of them. numbers: those that are tried; the best one may be none.
+    numbers: candidate bends; the best fit may have none.
     """
     best = _constants(names, found, us)
     for number in numbers:
@@ -215,7 +210,7 @@ def _constants(
     us: Sequence[float],
     more: Mapping[str, Callable[[PassFeatures], float]] | None = None,
 ) -> _Fitted:
-    """The constants; 0 for what no pass has. more: features besides those of _FEATURE."""
+    """The constants; 0 for features that no pass has. more: features besides those of _FEATURE."""
     features = _FEATURE | dict(more or {})
     there = [name for name in names if any(map(features[name], found))]
     rows = [[features[name](each) for name in there] for each in found]
@@ -224,10 +219,7 @@ def _constants(
 
 
 def _least_squares(rows: list[list[float]], values: Sequence[float]) -> tuple[list[float], float]:
-    """The factors of the columns, and their squared error.
-
-    Errors are relative, so each row is divided by its value.
-    """
+    """The factors of the columns, and their squared relative error."""
     import numpy
 
     if not rows:

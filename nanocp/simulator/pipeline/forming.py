@@ -1,7 +1,4 @@
-"""How other systems form passes: rows of the pipeline's scheduler with their rules.
-
-Enters: the name of a system. Leaves: PassRows. Does not know: stages, layouts, time.
-"""
+"""Batch forming of other systems: the pipeline scheduler's rows under their rules."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from nanocp.config.choices import check_one_of
 PASS_FORMS = ("ours", "vllm", "gllm", "sarathi", "no_mixing")
 
 SARATHI_TOKENS = 512
-"""Budget of a pass of Sarathi-Serve (OSDI'24, 5.1: 512 where the SLO is strict)."""
+"""Token budget of a pass of Sarathi-Serve (OSDI'24, 5.1: 512 where the SLO is strict)."""
 GLLM_PASSES, GLLM_LEAST_TOKENS = 8, 32
 """gLLM's throttling (arXiv 2504.14775): prompts are spread over 8 passes, 32 tokens or more."""
 
@@ -24,7 +21,7 @@ class FormedRows(PassRows):
     def __init__(
         self, form: str, num_stages: int, max_tokens: int, free_share: Callable[[], float]
     ) -> None:
-        """form: a name of PASS_FORMS but the first; free_share: of the frames, those that are free.
+        """form: a name of PASS_FORMS but the first; free_share: share of free frames.
 
         Raises ValueError for another name.
         """

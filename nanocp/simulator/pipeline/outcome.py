@@ -1,8 +1,4 @@
-"""What a run of a pipeline shows: latencies, attainment, bubbles by cause, what moved.
-
-Enters: requests and passes, as they happen. Leaves: a PipelineOutcome of numbers. Does not know:
-how any of it came about.
-"""
+"""Metrics of a pipeline's run: latencies, attainment, bubbles by cause, moved KV."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from nanocp.simulator.pipeline.stages import SimulatedStage
 
 @dataclass(frozen=True, slots=True)
 class PipelineOutcome:
-    """A run's numbers. Requests that arrive after the warm-up are judged, each to its end."""
+    """Metrics of a run. Requests that arrive after the warm-up are judged, each to its end."""
 
     num_judged: int
     num_refused: int
@@ -31,7 +27,7 @@ class PipelineOutcome:
     """From arrival to the last token."""
     e2el_ms_p99: float
     tokens_per_s: float
-    """Tokens that were generated, over the whole run."""
+    """Generated tokens, over the whole run."""
     bubbles: tuple[dict[str, float], ...]
     """Idle share of each stage by cause, while a pass was in flight."""
     split: tuple[int, ...]
@@ -42,13 +38,13 @@ class PipelineOutcome:
     num_changes: int
     num_moved_layers: int
     moved_mb: float
-    """KV that travelled, ahead and at marks."""
+    """KV moved, ahead and at marks."""
     stall_ms: float
     """Time that stages waited for KV of layers that they got, summed over stages."""
     mean_r: float
-    """Sampling over a layer, the mean of passes that sample; without the warm-up."""
+    """Mean ratio of sampling to a layer over passes that sample, without the warm-up."""
     layer_error: float
-    """Relative error of the prediction of a layer, the mean of all passes."""
+    """Mean relative error of the predicted layer time over all passes."""
     sampling_error: float
 
     @property
@@ -58,7 +54,7 @@ class PipelineOutcome:
 
 
 class PipelineRecorder:
-    """Takes notes."""
+    """Collects a run's events and computes its PipelineOutcome."""
 
     def __init__(self, warm_up_us: int, slo: Slo) -> None:
         self._warm_up_us, self._slo = warm_up_us, slo
@@ -77,7 +73,7 @@ class PipelineRecorder:
     def passed(
         self, now_us: float, actual_us: tuple[float, float], predicted_us: tuple[float, float]
     ) -> None:
-        """A pass was sent. The times are those of a layer and of sampling."""
+        """Record a pass with the times of a layer and of sampling."""
         self.num_passes += 1
         self._layer_errors.append(abs(predicted_us[0] / actual_us[0] - 1))
         if actual_us[1]:
@@ -86,7 +82,7 @@ class PipelineRecorder:
                 self._ratios.append(actual_us[1] / actual_us[0])
 
     def finished(self, request: WorkloadRequest, first_us: float, last_us: float) -> None:
-        """A request has its last token."""
+        """Record a request's last token."""
         if request.arrival_us < self._warm_up_us:
             return
         later = request.output_len - 1
@@ -100,7 +96,7 @@ class PipelineRecorder:
         self._latencies.append((latency, e2el_us))
 
     def refused(self, request: WorkloadRequest) -> None:
-        """The scheduler ended a request."""
+        """Record a request that the scheduler ended."""
         self.num_refused += request.arrival_us >= self._warm_up_us
 
     def outcome(
@@ -112,7 +108,7 @@ class PipelineRecorder:
         num_changes: int,
         stall_us: float,
     ) -> PipelineOutcome:
-        """The numbers of a run that has ended."""
+        """The metrics of a run that has ended."""
         ttfts = sorted(latency.ttft_us for latency, _ in self._latencies)
         tpots = sorted(one.tpot_us for one, _ in self._latencies if one.tpot_us is not None)
         e2els = sorted(us for _, us in self._latencies)

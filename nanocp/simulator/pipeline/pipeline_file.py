@@ -1,8 +1,4 @@
-"""A simulated pipeline: its model, its devices, what a layer and sampling cost.
-
-Enters: a YAML file, or the name of one that ships. Leaves: a validated PipelineFile, or a
-ValueError that names the key. Does not know: schedulers, workloads, time.
-"""
+"""The YAML file of a simulated pipeline: model, devices, costs; a ValueError names the key."""
 
 from __future__ import annotations
 
@@ -29,9 +25,9 @@ class StageCosts:
     __pydantic_config__ = {"extra": "forbid"}
 
     weights_gb_per_s: float
-    """Weights and KV are read at this rate."""
+    """Read bandwidth for weights and KV."""
     gemm_tflops: float
-    """GEMMs and attention of chunks run at this rate."""
+    """Throughput of GEMMs and of attention of chunks."""
     sampled_us: float
     """Sampling, for each token (alpha)."""
     sampling_us: float
@@ -39,7 +35,7 @@ class StageCosts:
     link_gb_per_s: float
     """Hidden rows and KV, each direction of a stage."""
     hop_us: float
-    """A message from stage to stage, besides its bytes."""
+    """Latency of a message from stage to stage."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -54,7 +50,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What of a model the costs multiply; layers are alike."""
+    """Shape of the model that the costs multiply; layers are alike."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -62,7 +58,7 @@ class LayerShape:
     layer_mb: float
     """Weights of a layer."""
     layer_mflop: float
-    """One token through a layer, attention left out."""
+    """One token through a layer, without attention."""
     attention_mflop: float
     """One token, for each token that it attends to, in a layer."""
     kv_bytes: int
@@ -82,14 +78,14 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a stage's device holds, in GB of 10^9 bytes: KV gets what is left."""
+    """Memory of a stage's device, in GB of 10^9 bytes; KV gets the rest."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     hbm_gb: float
     usable_share: float
     reserve_gb: float
-    """Activations and what else is no weight and no KV."""
+    """Activations and all else but weights and KV."""
 
     def __post_init__(self) -> None:
         require(
@@ -111,7 +107,7 @@ class PipelineFile:
     max_rows: int
     """Most requests that are placed at a time."""
     spare_layers: int
-    """Layers that a stage has room for beyond an even share, where layers move."""
+    """Room for layers beyond an even share, where layers move."""
     memory: DeviceMemory
     costs: dict[str, StageCosts]
     """By the name of the set, such as peak and fitted."""
@@ -130,7 +126,7 @@ class PipelineFile:
 
     @property
     def max_layers(self) -> int:
-        """Layers that a stage has room for, where layers move."""
+        """Most layers of a stage, where layers move."""
         even = even_split(self.model.num_layers, self.num_stages)
         return min(even[0] + self.spare_layers, self.model.num_layers)
 

@@ -1,10 +1,6 @@
-"""The service's own scheduler on a simulated pipeline: a heap of events, and stages that take time.
+"""Discrete-event simulation of a pipeline under the service's own scheduler.
 
-Enters: a pipeline file, a policy, a workload. Leaves: a PipelineOutcome. Does not know: what a
-policy decides.
-
-As in the service, the scheduler is called when a pass is done, when layers have moved and when a
-request arrives, as long as one more pass may be planned.
+As in the service, it plans after a pass, a layer move or an arrival, while a pass may be added.
 """
 
 from __future__ import annotations
@@ -43,29 +39,29 @@ from nanocp.values.plan import PAGE_SIZE, Arrival, Finished, FinishReason, Preem
 FLUID = "fluid"
 """The bound: every stage has an equal share of all layers and of sampling."""
 SPREAD = ("spread_sampling", "spread_sampling:passes", "spread_sampling:vocabulary")
-"""Nothing moves and every stage has lm_head: each samples its share of a pass's rows, or all rows
-of every S-th pass, or has a share of the vocabulary for all rows."""
+"""Static layouts with lm_head on every stage: sampling is split by rows, by passes, or by
+vocabulary."""
 _NUM_MIXES = 300
 """Passes to which the predictor is fitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTrial:
-    """What is simulated, and how it is judged."""
+    """The simulated pipeline, its load and its SLO."""
 
     file: PipelineFile
     policy: str = "level"
     """A layer policy, one of SPREAD, or fluid."""
     constants: str = "fitted"
     passes: str = "ours"
-    """How passes are formed: a name of PASS_FORMS."""
+    """Batch forming: a name of PASS_FORMS."""
     predictor: str = "ours"
     """Form of the predictor: a name of fit.FORMS."""
     layout_window: int = 25
     copy_ahead: bool = True
     max_pass_tokens: int = 2048
     slow_stages: tuple[tuple[int, float], ...] = ()
-    """(stage, how many times as long it takes)."""
+    """(stage, slowdown factor)."""
     moves_are_free: bool = False
     """Policy level takes moving for free."""
     warm_up_us: int = 0
@@ -79,7 +75,7 @@ class PipelineTrial:
         return PipelineSimulation(self).run(requests)
 
     def predicted_costs(self) -> PassCosts:
-        """Constants of the predictor, fitted to what the file says of random passes."""
+        """Constants of the predictor, fitted to the file's times of random passes."""
         costs = self.file.costs_of(self.constants)
         measured = []
         for spans in draw_mixes(_NUM_MIXES):
@@ -226,7 +222,7 @@ class PipelineSimulation:
         self._events.append(Arrival(preempted.request_id, preempted.num_tokens, left, resumes=True))
 
     def _token(self, request_id: int) -> Finished | None:
-        """A token of a request is known; its row if that ends it."""
+        """Record a token; returns the request's row if that ends it."""
         asked = self._asked.get(request_id)
         if asked is None:  # it stopped while later passes had its row
             return None
@@ -246,7 +242,7 @@ class PipelineSimulation:
     # --- passes
 
     def _plan(self) -> None:
-        """Tell the scheduler what happened, and plan as many passes as may be in flight."""
+        """Send the events to the scheduler, and plan as many passes as may be in flight."""
         while True:
             events, self._events = self._events, []
             plan = self.scheduler.plan_pass(events, int(self._heap.now_us))
@@ -285,7 +281,7 @@ class PipelineSimulation:
         self._stages.send(timed)
 
     def _shares_us(self, number: int, num_sampled: int) -> tuple[float, ...]:
-        """What each stage samples of a pass if sampling is spread; empty if it is not."""
+        """Sampling time of each stage for a pass if sampling is spread, else empty."""
         costs, num_stages = self._costs, self.pipeline.num_stages
         all_us = costs.sample_us(num_sampled)
         match self._policy:

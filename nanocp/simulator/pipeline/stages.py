@@ -1,9 +1,4 @@
-"""Stages of a simulated pipeline: who runs what when, and which KV has to come first.
-
-A stage takes passes and layer moves in their order; what it samples goes before both. Enters:
-passes with the time of a layer, layer moves. Leaves: what is done, at its time; idle time by cause.
-Does not know: the scheduler, requests.
-"""
+"""Stages of a simulated pipeline, which run passes, sampling and layer moves in order."""
 
 from __future__ import annotations
 
@@ -16,26 +11,26 @@ from typing import Any, NamedTuple
 from nanocp.values.passes import WAIT_CAUSES, LayerMoves
 
 CAUSES = tuple(cause for cause in WAIT_CAUSES if cause != "work")
-"""Why a stage idles while a pass is in flight. Here plans take no time."""
+"""Causes of idle time while a pass is in flight. Planning takes no time here."""
 
 
 class TimedPass(NamedTuple):
-    """A pass, and what it costs."""
+    """A pass with its times."""
 
     number: int
     after: int
-    """The first stage begins once it has the tokens of this pass and of all before; -1: at once."""
+    """The first stage begins once it has the tokens up to this pass; -1: at once."""
     layer_us: float
     tail_us: float
     """Sampling by the last stage."""
     shares_us: tuple[float, ...]
-    """Sampling by each stage once the last one has run its layers; empty: the last one samples."""
+    """Sampling by each stage after the last layer; empty: the last stage samples."""
     hop_us: float
     """From a stage to the next."""
 
 
 class EventHeap:
-    """What happens when: calls in order of time, and of their entry at one time."""
+    """Events in order of time, then of entry."""
 
     def __init__(self) -> None:
         self.now_us = 0.0
@@ -48,7 +43,7 @@ class EventHeap:
         heapq.heappush(self._heap, (us, self._num_entered, call, values))
 
     def next(self) -> Callable[[], None] | None:
-        """The next call, at whose time it is now; None if there is none."""
+        """The next call, to whose time the clock moves; None if there is none."""
         if not self._heap:
             return None
         self.now_us, _, call, values = heapq.heappop(self._heap)
@@ -68,17 +63,16 @@ class SimulatedStage:
         self.num_hidden = 0
         """Passes whose hidden rows have come."""
         self.expected: dict[int, int] = {}
-        """Layer -> transfers of its KV that are still to come; negative: it came before the stage
-        was told of it."""
+        """Layer -> KV transfers still to come; negative: they came before the announcement."""
         self.current: TimedPass | None = None
         self.next_layer = 0
         self.worked_us = 0.0
-        """What it has taken for the current pass so far."""
+        """Time spent on the current pass so far."""
         self.is_busy = False
         self.out_free_us = self.in_free_us = 0.0
         """When its link is free to send and to receive."""
         self.num_parts = 0
-        """Parts of the newest layer moves that it has still to send and receive."""
+        """Parts of the newest layer moves still to send and receive."""
         self.busy_us = 0.0
         self.idle_us = dict.fromkeys(CAUSES, 0.0)
 
@@ -89,7 +83,7 @@ class SimulatedStage:
 
 
 class Stages:
-    """All stages, and what is under way between them."""
+    """All stages, and the transfers between them."""
 
     def __init__(
         self,
@@ -103,13 +97,12 @@ class Stages:
         slowness: Mapping[int, float] = MappingProxyType({}),
         is_fluid: bool = False,
     ) -> None:
-        """split: layers of each stage. move_us: time that KV of so many frames of a layer takes.
+        """split: layers of each stage. move_us: transfer time of so many frames' KV of a layer.
 
-        passed: called with a pass when all its tokens are known. moved: called with a stage and the
-        number of layer moves when it has sent and received its part. worked: called with a stage,
-        a pass and the time that it took. slowness: stages that take longer, and how many times as
-        long. is_fluid: each stage has an
-        equal share of all layers and of sampling, which is the bound of what any layout can do.
+        passed: called with a pass when all its tokens are known. moved: called with a stage and its
+        number of layer moves when its part is done. worked: called with a stage, a pass and its
+        time. slowness: slowdown factor by stage. is_fluid: each stage has an equal share of layers
+        and sampling, the bound of any layout.
         """
         self._heap, self._move_us, self._is_fluid = heap, move_us, is_fluid
         self._passed, self._moved, self._worked = passed, moved, worked
@@ -119,7 +112,7 @@ class Stages:
             stage = SimulatedStage(index, sum(split[:index]), count, slowness.get(index, 1.0))
             self.stages.append(stage)
         self.num_done = 0
-        """Passes that are done, and so are all before: the first stage has their tokens."""
+        """Passes completed in order: the first stage has their tokens."""
         self._shares_left: dict[int, int] = {}
         self._done: set[int] = set()
         self.stall_us = 0.0
@@ -127,13 +120,13 @@ class Stages:
         self._counted_us = 0.0
 
     def send(self, item: TimedPass | LayerMoves) -> None:
-        """A pass or layer moves go to every stage."""
+        """Send a pass or layer moves to every stage."""
         for stage in self.stages:
             stage.items.append(item)
             self._go_on(stage)
 
     def count_idle(self, is_in_flight: bool) -> None:
-        """Note what every stage did since the last call; call it before anything changes."""
+        """Account the time since the last call; call it before anything changes."""
         us = self._heap.now_us - self._counted_us
         self._counted_us = self._heap.now_us
         if not (us and is_in_flight):
@@ -153,7 +146,7 @@ class Stages:
     # --- one stage
 
     def _go_on(self, stage: SimulatedStage) -> None:
-        """Begin what comes next, if the stage is free and has what it needs."""
+        """Begin the next work, if the stage is free and has its inputs."""
         while not stage.is_busy:
             if stage.current is not None:
                 if stage.expected.get(stage.next_layer, 0) > 0:
@@ -236,7 +229,7 @@ class Stages:
         self._go_on(stage)
 
     def _finish(self, number: int) -> None:
-        """All tokens of the pass are known; passes are reported in their order."""
+        """Complete a pass; passes are reported in order."""
         self._done.add(number)
         while self.num_done in self._done:
             self._done.remove(self.num_done)
@@ -247,7 +240,7 @@ class Stages:
     # --- layers
 
     def _take_moves(self, stage: SimulatedStage, item: LayerMoves) -> None:
-        """Send what the stage has to send, expect what it gets, and change its layers."""
+        """Start a stage's transfers of a layer move, and change its layers."""
         moves = [move for move in item.moves if move.frames]
         stage.num_parts += 1 + sum(stage.index in (move.source, move.target) for move in moves)
         for move in moves:
@@ -266,7 +259,7 @@ class Stages:
         self._part_done(stage, item.number)
 
     def _expect(self, stage: SimulatedStage, layer: int, change: int) -> None:
-        """KV of a layer is announced (1), or has come (-1)."""
+        """Announce (1) or complete (-1) a transfer of a layer's KV."""
         stage.expected[layer] = stage.expected.get(layer, 0) + change
         if not stage.expected[layer]:
             del stage.expected[layer]

@@ -1,9 +1,6 @@
 """A run in the Trace Event format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Enters: timelines and the cost model that made them. Leaves: JSON: a process for each policy, a
-track for each instance with the phases of the sampled steps, every request from arrival to end,
-counters of the queue and of free frames. Does not know: policies, workloads. Times are in
-microseconds of simulated time.
+A policy is a process, an instance a track; times are simulated microseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ def trace_events(
 ) -> Iterator[TraceEvent]:
     """Yield the events of one run.
 
-    A sampled step is its window's first. A phase's time is that of all layers together.
+    A sampled step is its window's first; a phase's time is the sum over layers.
     """
     yield _named("process_name", policy, pid=process)
     for instance in range(len(timeline.samples[0].frames_free) if timeline.samples else 0):

@@ -1,7 +1,4 @@
-"""The story of a request, as tables and sentences or as values for JSON.
-
-Enters: stories. Leaves: what `--explain` prints. Does not know: policies.
-"""
+"""The story of a request for `--explain`, as text or as JSON values."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _MAX_NODES = 16
 
 
 def show_story(console: Console, story: Story, instances_per_node: int) -> None:
-    """What happened to it, a line each; where it was placed, what the policy saw and compared."""
+    """Print a request's events, its placement and the scores that the policy compared."""
     client_id = f", the client's id {story.arrival.client_id}" if story.arrival.client_id else ""
     title = f"\nrequest {story.arrival.request_id}{client_id}"
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,4 @@
-"""A report as one HTML file that needs nothing else: tables, sentences, pictures.
-
-Enters: what to show. Leaves: a file. Does not know: what it means.
-"""
+"""A self-contained HTML report: tables, sentences, pictures."""
 
 from __future__ import annotations
 

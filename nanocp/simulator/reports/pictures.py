@@ -1,8 +1,4 @@
-"""Pictures of simulated runs: what each figure of the paper's section 6 shows, for any policies.
-
-Enters: timelines by policy, or numbers by what is compared. Leaves: matplotlib figures, and files
-of them. Does not know: policies but for their colours, simulations, the paper's numbers.
-"""
+"""Matplotlib figures of simulated runs, like those of the paper's section 6, for any policies."""
 
 from __future__ import annotations
 
@@ -60,15 +56,15 @@ _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:,g}%")
 _COLUMNS_PER_INCH = 15
 """Characters of 8 points."""
 _LEGEND_CHARACTERS_PER_INCH, _CHARACTERS_OF_A_HANDLE = 13, 6
-"""Characters of 9 points, and how many a handle takes."""
+"""Characters of 9 points, and the width of a handle in characters."""
 _RELATIVE_MAX = 3.0
 """Loads above this times the mean look alike."""
 
 
 def write_run_pictures(directory: Path, runs: Runs, about: str) -> list[Path]:
-    """Every picture of one run of each policy, as PNG files. Returns their paths.
+    """Write all figures of one run of each policy as PNG files; returns their paths.
 
-    about: what was simulated; it stands above each picture.
+    about: the title above each picture.
 
     Raises ValueError if no window began in the measured time, OSError if a file cannot be written.
     """
@@ -84,17 +80,14 @@ def write_run_pictures(directory: Path, runs: Runs, about: str) -> list[Path]:
 
 
 def write_picture(path: Path, draw: Callable[..., Figure], *data: Any, about: str) -> Path:
-    """Draw and write one picture, `about` above it: the same bytes for the same data.
-
-    Returns the path.
-    """
+    """Draw and write one picture titled `about`, byte-equal for equal data; returns the path."""
     with matplotlib.rc_context(LOOKS):
         titled(draw(*data), about).savefig(path, dpi=100, pil_kwargs={"optimize": True})
     return path
 
 
 def titled(figure: Figure, about: str) -> Figure:
-    """The figure with a line above everything that says what was simulated."""
+    """The figure with a title line."""
     columns = int(_COLUMNS_PER_INCH * figure.get_figwidth())
     text, size = "\n".join(wrap(about, columns)), 8
     if figure.legends:  # a title of the figure would lie on its legend
@@ -108,7 +101,7 @@ def titled(figure: Figure, about: str) -> Figure:
 
 
 def latency_cdf(runs: Runs) -> Figure:
-    """Share of the requests within a time to the first token, and within a time for a later one."""
+    """CDF of the times to the first token and of the times per later token."""
     figure, panels = _panels(1, 2, 4.2, 3.4, sharey=True)
     slo = next(iter(runs.values())).run.slo
     for axes, name, slo_us in (
@@ -168,7 +161,7 @@ def balance(runs: Runs) -> Figure:
 
 
 def queue(runs: Runs) -> Figure:
-    """Free memory beside what the head of the queue needs (Figure 5c and Figure 14, high load)."""
+    """Free memory beside the need of the queue's head (Figure 5c and Figure 14, high load)."""
     figure, panels = _panels(2, len(runs), 3.0, 1.9, sharey="row", sharex=True)
     for column, (policy, timeline) in enumerate(runs.items()):
         above, below = panels[column], panels[len(runs) + column]
@@ -221,7 +214,7 @@ def layers(runs: Runs) -> Figure:
 
 
 def scheduler(runs: Runs) -> Figure:
-    """The scheduler's processor time as a share of simulated time."""
+    """The scheduler's CPU time as a share of simulated time."""
     figure, (axes,) = _panels(1, 1, 5.6, 3.0)
     for policy, timeline in runs.items():
         color, dashes, _ = _style(policy)
@@ -237,7 +230,7 @@ def scheduler(runs: Runs) -> Figure:
 
 
 def cp_over_time(runs: Runs) -> Figure:
-    """Requests with CP, and what the exchange of the slowest instance costs a layer (Figure 18)."""
+    """Requests with CP, and the exchange time per layer of the slowest instance (Figure 18)."""
     figure, (above, below) = _panels(2, 1, 5.6, 1.8, sharex=True)
     for policy, timeline in runs.items():
         color, dashes, _ = _style(policy)
@@ -336,7 +329,7 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
 
 
 def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """(rows an instance, share of the step that scheduling takes) by policy (Figure 16)."""
+    """(rows an instance, scheduling's share of the step) by policy (Figure 16)."""
     figure, (axes,) = _panels(1, 1, 5.6, 3.0)
     for policy, pairs in points.items():
         color, dashes, marker = _style(policy)
@@ -376,7 +369,7 @@ def _panels(
 
 
 def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
-    """A legend above the panels, of at most so many columns, as wide as the figure at most."""
+    """A legend above the panels, at most as wide as the figure."""
     handles, labels = axes.get_legend_handles_labels()
     room = _LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
     ncols = int(room // (max(map(len, labels)) + _CHARACTERS_OF_A_HANDLE))
@@ -402,7 +395,6 @@ def _seconds(timeline: TimelineRecorder) -> list[float]:
 
 
 def _tokens(num_frames: int) -> float:
-    """Millions of tokens."""
     return num_frames * PAGE_SIZE / 1e6
 
 

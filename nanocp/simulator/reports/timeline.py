@@ -1,8 +1,4 @@
-"""What a run was like over time: samples of the cluster, and the times of every request.
-
-Enters: what happens, as a Recorder gets it. Leaves: samples and requests for pictures and traces,
-beside the Outcome. Does not know: how they are shown.
-"""
+"""A run over time: samples of the cluster, and the times of every request."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from nanocp.simulator.outcome import Recorder, Run
 from nanocp.values.plan import PAGE_SIZE, InstanceLoad, Placement
 
 NUM_SAMPLES = 120
-"""Most samples that are kept of the measured time."""
+"""Most samples of the measured time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,7 @@ class Sample:
     num_with_cp: int
     """Requests placed with a CP degree above 1."""
     plan_us: float
-    """Processor time of the scheduler a window, mean since the sample before."""
+    """CPU time of the scheduler a window, mean since the sample before."""
 
     @property
     def cp_share(self) -> float:
@@ -47,7 +43,7 @@ class Sample:
         return self.plan_us / (self.step.step_us * self.num_steps)
 
     def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
-        """Divide each instance's load by the mean: 1 everywhere is balance, or no load at all."""
+        """Each instance's load divided by the mean; all 1 if there is no load."""
         values: list[int] = getattr(self.loads, load)
         total = sum(values)
         return [value * len(values) / total if total else 1.0 for value in values]
@@ -67,7 +63,7 @@ class RequestTimes:
 
 
 class TimelineRecorder(Recorder):
-    """A Recorder that also remembers how it was on the way."""
+    """A Recorder that also samples the cluster over time."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -76,7 +72,6 @@ class TimelineRecorder(Recorder):
         """By request id, in order of arrival."""
         self._next_sample_us = run.warm_up_us
         self._plan_ns_before = self._num_windows_before = 0
-        """The sums at the sample before."""
 
     def arrived(self, request: WorkloadRequest) -> int:
         request_id = super().arrived(request)
