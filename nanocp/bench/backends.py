@@ -1,8 +1,4 @@
-"""How one request is sent and timed: NanoCP's gRPC API, or any OpenAI endpoint.
-
-Enters: a request. Leaves: what came back and when; a failure is a value with its sentence.
-Does not know: rates, reports.
-"""
+"""Backends that send and time one request: NanoCP's gRPC API, or any OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from nanocp.client import AsyncClient, ServiceError
 _TIMEOUT_S = 6 * 60 * 60
 _MAX_ERROR_CHARACTERS = 500
 _NO_TEXT = ("role", "id", "type", "index", "format", "signature")
-"""Keys of a delta, and of what is in it, whose values the model has not written."""
+"""Keys of a delta whose values are no text of the model."""
 
 
 class TokenMessage(NamedTuple):
@@ -31,7 +27,7 @@ class TokenMessage(NamedTuple):
 
     at_s: float
     size: int
-    """Characters; 0: it may be a token that has no text yet."""
+    """Characters; 0: it may be a token without text yet."""
     tokens: int | None = None
     """Number of tokens, if the message says it."""
     total: int | None = None
@@ -40,7 +36,7 @@ class TokenMessage(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What came back for one request; times are seconds of time.perf_counter."""
+    """Answer to one request; times are seconds of time.perf_counter."""
 
     prompt_len: int
     start_s: float
@@ -55,16 +51,16 @@ class RequestOutput:
     tokens: list[float] = field(default_factory=list)
     """Tokens of each message; a share of output_len where messages do not say."""
     client_queue_s: float = 0.0
-    """Time that the request waited in the client for others to end (--max-concurrency)."""
+    """Time in the client's queue (--max-concurrency)."""
     error: str = ""
     is_whole: bool = False
-    """The service said that this is the end, by a finish reason or otherwise."""
+    """The service has marked the end, by a finish reason or otherwise."""
     messages: list[TokenMessage] = field(default_factory=list)
     has_usage: bool = False
-    """A message has said how many tokens there are."""
+    """A message has given the number of tokens."""
 
     def end(self) -> None:
-        """Note that the request is complete; vLLM too counts to the last message with tokens."""
+        """Note that the request is complete; like vLLM, count to the last message with tokens."""
         if self.output_len and not self.messages:
             self.messages.append(
                 TokenMessage(time.perf_counter(), 1)
@@ -86,8 +82,7 @@ class RequestOutput:
     def _with_tokens(self) -> list[TokenMessage]:
         """The messages that brought tokens.
 
-        Those without text are tokens if nothing has text, or if they stand between others and the
-        output has so many tokens.
+        Messages without text count if none has text, or between others if output_len says so.
         """
         sized = [number for number, message in enumerate(self.messages) if message.size]
         if not sized:
@@ -99,7 +94,7 @@ class RequestOutput:
 
 
 def _shares(messages: Sequence[TokenMessage], output_len: int) -> list[float]:
-    """Tokens of each message: what they say, else one each and the rest by their characters."""
+    """Tokens of each message: as stated, else one each and the rest by characters."""
     said = [message.tokens or 0 for message in messages]
     totals = [0, *(message.total or 0 for message in messages)]
     grown = [after - before for before, after in pairwise(totals)]
@@ -118,7 +113,7 @@ class Backend(Protocol):
         """Send a request and wait for its end; a failure is a value of the output."""
 
     async def close(self) -> None:
-        """Drop the connection."""
+        """Close the connection."""
 
 
 class GrpcBackend(Backend):
@@ -185,7 +180,7 @@ class OpenAIBackend(Backend):
     async def first_model(self) -> str:
         """The model that requests name.
 
-        Raises ValueError with a sentence if the server does not answer or lists none.
+        Raises ValueError if the server does not answer or lists none.
         """
         if self._model is not None:
             return self._model
@@ -245,7 +240,7 @@ class OpenAIBackend(Backend):
         return {"messages": messages, "max_completion_tokens": request.output_len}
 
     async def _take_all(self, response: aiohttp.ClientResponse, output: RequestOutput) -> None:
-        """Note every event. Raises what an odd answer raises."""
+        """Note every event. Raises any error of an unexpected answer."""
         events = Events()
         async for event in events.of(response.content):
             if event is None:
@@ -292,7 +287,7 @@ def _count(value: Any) -> int:
 
 
 def _num_tokens(choice: Mapping[str, Any]) -> int | None:
-    """How many tokens a choice says that it brings; None: it does not say."""
+    """Tokens that a choice says it brings; None: it does not say."""
     logprobs = choice.get("logprobs") or {}
     for named in (choice.get("token_ids"), logprobs.get("tokens"), logprobs.get("content")):
         if named:
@@ -316,17 +311,17 @@ def _text(value: Any) -> str:
 
 
 class Events:
-    """The JSON objects of a server-sent event stream, whatever its pieces and their sizes."""
+    """Incremental parser of the JSON objects in a server-sent event stream."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._data: list[bytes] = []
         self._error: ValueError | None = None
         self.stray = b""
-        """The last line that is of no such stream."""
+        """The last line that is not part of such a stream."""
 
     async def of(self, content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any] | None]:
-        """The events as they come; None for [DONE].
+        """The events in order; None for [DONE].
 
         Raises ValueError, TypeError or RecursionError for one that is no JSON object.
         """

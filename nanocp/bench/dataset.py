@@ -1,8 +1,6 @@
-"""The requests of a benchmark: prompts, output lengths and, for a trace, times.
+"""Requests of a benchmark: prompts, output lengths and, for a trace, times.
 
-Enters: a dataset's name, a file of it, a seed. Leaves: requests in their order. Does not know:
-services, rates. Random lengths and ShareGPT's filter are as vLLM has them
-(vllm/benchmarks/datasets.py).
+Random lengths and ShareGPT's filter follow vLLM (vllm/benchmarks/datasets.py).
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ class SampleRequest:
     output_len: int
     """Tokens to ask for."""
     at_s: float | None = None
-    """Seconds after the first request; None: the rate says when."""
+    """Seconds after the first request; None: the rate decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which requests are sent; `nanocp bench serve` has an option or a setting for each field."""
+    """Requests to send; `nanocp bench serve` has an option or a setting for each field."""
 
     name: str = "random"
-    """random, sharegpt, custom, prefix_repetition, mooncake or azure: where requests come from."""
+    """random, sharegpt, custom, prefix_repetition, mooncake or azure: source of the requests."""
     path: Path | None = None
     """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
     random prompts of its lengths."""
@@ -62,18 +60,18 @@ class DatasetOptions:
     input_len: Annotated[int | None, _POSITIVE] = None
     """random: the same as random_input_len."""
     output_len: Annotated[int | None, _POSITIVE] = None
-    """Tokens to generate, of any dataset; by default 256 for custom, 128 for other prompts that are
-    made, else as the dataset says."""
+    """Tokens to generate, of any dataset; by default 256 for custom, 128 for other generated
+    prompts, else the dataset's own."""
     random_range_ratio: Annotated[float, Within(0, nextafter(1, 0), "from 0 to below 1")] = 0.0
     """random: lengths vary by this share, 0 to below 1."""
     random_prefix_len: Annotated[int, Within(0)] = 0
-    """random: tokens that all prompts begin with, beyond the input length."""
+    """random: tokens of a common prefix, beyond the input length."""
     random_vocab_size: Annotated[int, Within(4)] = 256
     """Prompts without a tokenizer are ids below this."""
     prefix_repetition_prefix_len: Annotated[int, _POSITIVE] = 256
-    """prefix_repetition: tokens of a prefix that prompts share."""
+    """prefix_repetition: tokens of a shared prefix."""
     prefix_repetition_suffix_len: Annotated[int, _POSITIVE] = 256
-    """prefix_repetition: tokens of a prompt's own, after the prefix."""
+    """prefix_repetition: tokens of a prompt after the prefix."""
     prefix_repetition_num_prefixes: Annotated[int, _POSITIVE] = 10
     """prefix_repetition: prefixes, over which the prompts are spread evenly."""
     length_scale: Annotated[float, _FACTOR] = 1.0
@@ -137,7 +135,7 @@ def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
 def _repeated_prefixes(
     options: DatasetOptions, random: Random, tokenizer: Any
 ) -> list[SampleRequest]:
-    """Prompts of which many begin alike, in an order that is drawn."""
+    """Prompts with repeated prefixes, shuffled."""
     prefixes = [
         _ids(options.prefix_repetition_prefix_len, random, options, tokenizer)
         for _ in range(options.prefix_repetition_num_prefixes)
@@ -228,7 +226,7 @@ def _trace(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[
 
 
 def _ids(count: int, random: Random, options: DatasetOptions, tokenizer: Any) -> tuple[int, ...]:
-    """`count` drawn ids. With a tokenizer their text is read back as `count` ids, or nearly so."""
+    """`count` random ids, which with a tokenizer survive decoding and encoding, or nearly so."""
     # The first ids of a vocabulary are its special tokens, the last ones often have no text.
     high = options.random_vocab_size if tokenizer is None else int(tokenizer.get_vocab_size() * 0.9)
     ids = random.choices(range(min(3, high - 1), high), k=count)

@@ -1,8 +1,4 @@
-"""Sends requests when they are due and waits for them all.
-
-Enters: requests, a rate or their own times, a backend. Leaves: what came back, in the order of
-sending. Does not know: what is sent, how it is reported.
-"""
+"""Open-loop load generator: sends requests when they are due and waits for them all."""
 
 from __future__ import annotations
 
@@ -25,11 +21,10 @@ def due_times(
     seed: int,
     is_self_timed: bool,
 ) -> list[float]:
-    """Seconds after the start at which each request is sent.
+    """Send times of the requests, in seconds after the start.
 
-    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), then stretched so
-    that the last is sent at len(requests) / rate_per_s, as vLLM does: every seed gives the same
-    mean rate.
+    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), stretched as in vLLM
+    so that the last is at len(requests) / rate_per_s.
     """
     if is_self_timed:
         return [request.at_s or 0.0 for request in requests]
@@ -54,8 +49,8 @@ async def send_all(
 ) -> tuple[list[RequestOutput], float]:
     """Send each request at its time, at most max_concurrency at once.
 
-    Returns the outputs in the order of sending and the seconds that all took together. `ended` is
-    called after each request. When it is cancelled, what has ended is the result, if there is any.
+    Returns the outputs in order of sending and the total seconds. `ended` is called after each
+    request. A cancelled call returns the ended requests, if there are any.
     """
     room = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began_s = time.perf_counter()

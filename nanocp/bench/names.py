@@ -1,10 +1,7 @@
-"""What `nanocp bench serve` offers, by name; the command's options list it without importing it.
-
-Enters: nothing. Leaves: tuples of words. Does not know: what they stand for.
-"""
+"""Names that `nanocp bench serve` offers; options list them without heavy imports."""
 
 BACKENDS = ("openai", "openai-chat", "vllm", "grpc")
-"""`vllm` is `openai`, under the name that users of vLLM know."""
+"""`vllm` is `openai` under vLLM's name."""
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "mooncake", "azure")
 OTHER_DATASETS = {
     "sonnet": "give random with --random-prefix-len, or custom with a file of prompts",
@@ -15,11 +12,11 @@ OTHER_DATASETS = {
     "random-rerank": "nothing ranks here; give random",
     "spec_bench": "write its prompts into a file for custom",
 }
-"""Datasets of `vllm bench serve` that are not here, and what to give instead."""
+"""Unsupported datasets of `vllm bench serve`, and their replacements."""
 GO_ON = ("random", "prefix_repetition")
-"""Datasets of random prompts: outputs go on to their length, past any end of sequence."""
+"""Datasets of random prompts: outputs ignore the end of sequence."""
 TRACES = ("mooncake", "azure")
-"""Datasets whose requests have times of their own."""
+"""Datasets whose requests have their own times."""
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),

@@ -1,8 +1,4 @@
-"""The numbers of a benchmark, under vLLM's names: its printed block and its JSON.
-
-Enters: what came back. Leaves: a dict and lines of text. Does not know: services, files. The names
-are those of vllm/benchmarks/serve.py.
-"""
+"""Benchmark results under the names of vllm/benchmarks/serve.py: printed block and JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generat
 
 
 def tpot_s(output: RequestOutput) -> float:
-    """Mean seconds per token after the first; 0 for a request of one token.
-
-    So goodput counts a request of one token as good.
-    """
+    """Mean seconds per token after the first; 0 for one token, which goodput counts as good."""
     num_later = output.output_len - 1
     return (output.latency_s - output.ttft_s) / num_later if num_later > 0 else 0.0
 

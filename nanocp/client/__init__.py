@@ -1,11 +1,8 @@
 """Python clients of a NanoCP service: `Client` for threads, `AsyncClient` for asyncio.
 
-Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams
-them, or a ServiceError with the service's own sentence. Does not know: how the service works.
-
-    with Client("127.0.0.1:50051") as client:
-        for chunk in client.generate("Once upon a time", max_tokens=64):
-            print(chunk.text, end="", flush=True)
+with Client("127.0.0.1:50051") as client:
+    for chunk in client.generate("Once upon a time", max_tokens=64):
+        print(chunk.text, end="", flush=True)
 """
 
 from nanocp.client.async_client import AsyncChunks, AsyncClient

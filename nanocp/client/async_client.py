@@ -1,8 +1,4 @@
-"""`AsyncClient`: a connection for one asyncio event loop.
-
-Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams
-them, or a ServiceError. Does not know: how the service works.
-"""
+"""`AsyncClient`: a connection for one asyncio event loop."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ from nanocp.wire.v1 import inference_pb2 as pb
 class AsyncChunks:
     """An asynchronous iterator over the chunks of one request, as they arrive.
 
-    It ends when each choice has had its `finish`. If its endpoint is lost, it goes on at the
-    client's next one. Iterating raises ServiceError if the request fails.
+    It ends when each choice has had its `finish`. If its endpoint is lost, it resumes at the next
+    one. Iterating raises ServiceError if the request fails.
     """
 
     def __init__(self, endpoints: Endpoints, resumption: Resumption) -> None:
@@ -93,11 +89,11 @@ class AsyncClient:
         ca: Path | str | None = None,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """target: host:port, or several; api_key: for a service that asks for one.
+        """target: host:port, or several; api_key: for a service that requires one.
 
-        tls: the connection is encrypted. ca: a file with the certificates by which the service's
-        is judged, if not by the system's; it means tls. With several targets a request goes on at
-        the next one when its own is lost, for at most resume_timeout_s without a new token.
+        tls: encrypts the connection. ca: a file of trusted certificates in place of the system's;
+        it implies tls. With several targets a request resumes at the next one when its own is lost,
+        for at most resume_timeout_s without a new token.
 
         Nothing is sent before the first call.
         """
@@ -144,7 +140,7 @@ class AsyncClient:
     ) -> tuple[str, ...]:
         """Abort requests by id and return those that were running or waiting.
 
-        Several are several arguments, or a list. Raises NotFound if none of them was.
+        Ids are several arguments, or a list. Raises NotFound if none of them was.
         """
         named = [[each] if isinstance(each, str) else each for each in request_ids]
         message = pb.AbortRequest(request_ids=chain.from_iterable(named))
@@ -169,7 +165,7 @@ class AsyncClient:
         return server_info_of(await self._ask("GetServerInfo", request, timeout_s))
 
     async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
-        """The load that is decided for each instance now: rows, KV tokens and frames.
+        """Planned load of each instance: rows, KV tokens and frames.
 
         Raises Unavailable before the cluster has started.
         """
@@ -184,7 +180,7 @@ class AsyncClient:
         return Resumption(prompt, options, len(self._endpoints.all), self._resume_timeout_s)
 
     async def _ask(self, method: str, message: Any, timeout_s: float) -> Any:
-        """What the first endpoint that is there answers."""
+        """The answer of the first reachable endpoint."""
         turn = self._endpoints.in_turn
         for endpoint in turn:
             call = getattr(endpoint.control, method)

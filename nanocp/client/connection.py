@@ -1,8 +1,4 @@
-"""A client's connections to a service: its endpoints, gRPC options, credentials and the API key.
-
-Enters: addresses, a key, whether connections are encrypted. Leaves: stubs, and the endpoint at
-which a call begins. Does not know: requests.
-"""
+"""A client's connections to a service: endpoints, gRPC options, credentials, API key."""
 
 from __future__ import annotations
 
@@ -57,8 +53,8 @@ class Endpoints:
     ) -> None:
         """target: host:port of each. ca: a file of certificates. kind: grpc or grpc.aio.
 
-        Raises ValueError or OSError; RuntimeError for grpc.aio outside an event loop: connections
-        would belong to another loop than their calls, which would then hang.
+        Raises ValueError or OSError; RuntimeError for grpc.aio outside an event loop, where calls
+        would hang.
         """
         if kind is grpc.aio:
             try:
@@ -79,16 +75,16 @@ class Endpoints:
 
     @property
     def present(self) -> Endpoint:
-        """Where calls begin."""
+        """The endpoint at which calls begin."""
         return self.all[self._number]
 
     @property
     def in_turn(self) -> list[Endpoint]:
-        """All of them, the present one first."""
+        """All endpoints, the present one first."""
         return self.all[self._number :] + self.all[: self._number]
 
     def failed(self, endpoint: Endpoint) -> None:
-        """Begin calls at the next one, unless another call has found that before."""
+        """Begin calls at the next one, unless another call already has."""
         if endpoint is self.present:
             self._number = (self._number + 1) % len(self.all)
 
@@ -96,7 +92,7 @@ class Endpoints:
 def channel_credentials(tls: bool, ca: Path | str | None) -> grpc.ChannelCredentials | None:
     """Credentials of an encrypted channel; None for a plain one.
 
-    ca: certificates, in PEM, by which the service's is judged; None: gRPC's own. Raises OSError.
+    ca: trusted certificates, in PEM; None: gRPC's own. Raises OSError.
     """
     if not tls and ca is None:
         return None

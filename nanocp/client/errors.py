@@ -1,8 +1,4 @@
-"""What a service answers instead of a result, as exceptions.
-
-Enters: gRPC's errors. Leaves: a ServiceError with the service's own sentence. Does not know:
-requests, results.
-"""
+"""Exceptions for a service's gRPC errors."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ class NotFound(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """The service asks for an API key, and does not know the given one."""
+    """The API key is missing or unknown."""
 
 
 class DeadlineExceeded(ServiceError):

@@ -1,8 +1,4 @@
-"""What a client sends and gets: values, and the messages of inference.proto that they travel in.
-
-Enters: prompts and options, or messages of the service. Leaves: the other of the two. Does not
-know: connections, failures of the service.
-"""
+"""Values of the client API, converted to and from inference.proto's messages."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from nanocp.values.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 
 _LISTS_OF_STRINGS = ("bad_words", "stop")
-"""Options for which one string is taken for a list of one."""
+"""Options that accept one string for a list of one."""
 
 
 class Sampling(TypedDict, total=False):
@@ -62,12 +58,12 @@ class RequestOptions(Sampling, total=False):
     queue_timeout_s: float | None
     """Longest wait to be placed."""
     user: str
-    """Whose request it is, for the fairness of a service without API keys."""
+    """User of the request, for fairness in a service without API keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a choice ended, and which instances held it at the end."""
+    """End of a choice: its reason, and the instances that held it."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -77,8 +73,8 @@ class Finish:
     kv_split: tuple[tuple[int, int], ...]
     """(instance, pages of 64 tokens), ascending by instance."""
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string. None: max_tokens or the tokenizer's end of sequence
-    ended it."""
+    """The stop token's id or the stop string. None: max_tokens or the tokenizer's end of
+    sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +92,8 @@ class Chunk:
     index: int = 0
     """The choice, from 0 to n - 1."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each prompt token from the second on, if the request asks for them: in order, and
-    before any token of the output."""
+    """One for each prompt token but the first, if the request asks for them, in order and before
+    any output token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,7 @@ class Generation:
     choices: tuple[Generated, ...]
     """n of them, by index."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
-    """One for each token of the prompt but the first, if the request asks for them."""
+    """One for each prompt token but the first, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +149,7 @@ def request_message(
 ) -> pb.GenerateRequest:
     """The message for one prompt, which is a text or token ids.
 
-    Raises ValueError, naming the option, for a value that has no place in the message.
+    Raises ValueError, naming the option, for a value that the message cannot hold.
     """
     parameters = pb.SamplingParameters()
     for name, value in sampling.items():
@@ -201,7 +197,6 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
 
 
 def generation_of(response: pb.GenerateUnaryResponse) -> Generation:
-    """The complete answer in a message."""
     choices = (
         Generated(
             index=choice.index,

@@ -1,8 +1,6 @@
-"""How a request goes on at another endpoint when its stream breaks.
+"""State of a request that resumes at another endpoint when its stream breaks.
 
-Enters: a request's message, the responses to it, failures of calls. Leaves: chunks without a gap or
-a doubled token, the message of the next attempt, how long to wait before it. Does not know: calls,
-threads, event loops.
+Resumed chunks have no gaps and no repeated tokens.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ from nanocp.client.messages import Chunk, RequestOptions, chunk_of, request_mess
 from nanocp.wire.v1 import inference_pb2 as pb
 
 RESUME_TIMEOUT_S = 30.0
-"""A service replaces a front end in a few seconds, and an instance in a few more."""
+"""Time for a service to replace a front end or an instance, a few seconds each."""
 
 _REQUEST_ID_METADATA = "x-request-id"
-"""Sent by a front end that has accepted the request."""
+"""Set by a front end that has accepted the request."""
 _FIRST_PAUSE_S = 0.1
 _MAX_DOUBLINGS = 4
 """A pause is at most 1.6 s."""
 
 
 class Resumption:
-    """What a client has of one request, and where the request goes next.
+    """Received tokens of one request, and its next attempt.
 
-    With one endpoint a call that fails is the end.
+    With one endpoint a failed call is final.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class Resumption:
     ) -> None:
         """resume_timeout_s: limit without a new token.
 
-        Takes options that are not of sampling out. Raises ValueError for what cannot be sent.
+        Removes options that are not of sampling. Raises ValueError for unsendable ones.
         """
         timeout_s = options.pop("timeout_s", None)
         self._request = request = request_message(
@@ -59,7 +57,7 @@ class Resumption:
         self._resume_timeout_s = resume_timeout_s
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_failures = 0
-        """Calls that failed since the latest response."""
+        """Failed calls since the latest response."""
         self._failing_since_s = 0.0
         self._attempt = 0
         self._output_ids: dict[int, list[int]] = {
@@ -68,7 +66,7 @@ class Resumption:
         """Tokens of each choice that has not ended."""
         self._num_prompt_logprobs = 0
         self._num_repeated = 0
-        """Log probabilities of the prompt that the present call sends again."""
+        """Prompt log probabilities that the present call repeats."""
         if num_targets > 1:
             # Another front end would draw another id and another seed.
             request.request_id = request.request_id or uuid.uuid4().hex
@@ -83,7 +81,7 @@ class Resumption:
 
     @property
     def timeout_s(self) -> float | None:
-        """What is left of the whole request's time."""
+        """Remaining time of the whole request."""
         return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
     def message(self) -> pb.GenerateRequest:
@@ -118,7 +116,7 @@ class Resumption:
         return chunk_of(response)
 
     def pause_s(self, target: str, error: Any) -> float:
-        """How long to wait before the next call, after this failure of one to the target.
+        """Pause before the next call, after this failure of one to the target.
 
         Raises ServiceError if there is to be no other call.
         """

@@ -1,8 +1,4 @@
-"""Input files that may be pipes, which can be read only once.
-
-Enters: a path that a user gave. Leaves: a path that can be opened as often as needed. Does not
-know: what is read.
-"""
+"""Input files that may be pipes, which can be read only once."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 _copies: dict[tuple[Path, int, int], Any] = {}
-"""Copies of pipes by path, device and inode; each goes when the process ends."""
+"""Copies of pipes by path, device and inode, deleted at process exit."""
 
 
 def readable(path: Path) -> Path:
-    """The path; for a pipe or a device that of a copy, which is made when it is first asked for.
+    """The path; for a pipe or a device that of a copy, which is made at the first call.
 
     Raises OSError if the copy cannot be written.
     """

@@ -1,11 +1,4 @@
-"""A checkpoint's tokenizer as the text of a tokenizer.json, whichever file its makers publish.
-
-Enters: a checkpoint folder. Leaves: JSON, or a ValueError that names the file. Does not know: token
-ids, texts. Standard library only.
-
-Kimi's folders have tiktoken.model: byte strings by rank. Both ways to write such a tokenizer make
-the same tokens, since a pair is merged in the order of what it becomes.
-"""
+"""A checkpoint's tokenizer as the text of a tokenizer.json, also from Kimi's tiktoken.model."""
 
 from __future__ import annotations
 
@@ -38,7 +31,7 @@ _KIMI_PATTERN = "|".join(
 
 @cache
 def character_of_byte() -> dict[int, str]:
-    """The byte-level alphabet: which character stands for each byte in a vocabulary.
+    """The byte-level alphabet: the character of each byte in a vocabulary.
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on.
     """
@@ -50,7 +43,7 @@ def character_of_byte() -> dict[int, str]:
 
 
 def tokenizer_json(checkpoint: Path) -> str | None:
-    """The text; None if the folder has no tokenizer. Raises ValueError.
+    """The text; None if the folder has no tokenizer. Raises ValueError, naming the file.
 
     Takes seconds for a tiktoken.model.
     """
@@ -74,8 +67,8 @@ def tokenizer_json(checkpoint: Path) -> str | None:
 def special_tokens(checkpoint: Path) -> dict[str, str]:
     """Texts of the tokens that have a role, such as eos_token. Raises ValueError.
 
-    Those of special_tokens_map.json go before those of tokenizer_config.json, unless the latter
-    lists the added tokens itself, as in transformers 5.
+    special_tokens_map.json precedes tokenizer_config.json, unless the latter lists the added tokens
+    itself, as in transformers 5.
     """
     named: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -92,7 +85,7 @@ def special_tokens(checkpoint: Path) -> dict[str, str]:
 
 
 def _byte_pairs(ranks: dict[bytes, int], added: dict[str, Any]) -> dict[str, Any]:
-    """The content of a tokenizer.json that makes the same tokens."""
+    """An equivalent tokenizer.json: a pair is merged in the order of its result."""
     spelled = {piece: "".join(map(character_of_byte().__getitem__, piece)) for piece in ranks}
     pairs = sorted(
         (rank, ranks[left], ranks[right], spelled[left], spelled[right])

@@ -1,4 +1,4 @@
-"""YAML files that users write: read once, and each mistake a sentence that names its line."""
+"""YAML files that users write; each mistake is a sentence that names its line."""
 
 from __future__ import annotations
 

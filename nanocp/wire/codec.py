@@ -1,12 +1,4 @@
-"""Values between the processes of a service, as bytes.
-
-Enters: values of some types. Leaves: MessagePack with the type's name; a value survives the round
-trip, but that a sequence comes back as a list, and equal values give equal bytes (a re-send is
-byte-identical). Does not know: who sends what to whom.
-
-A NamedTuple travels as an array and a dataclass as a map: a reader of another version takes a map
-with a field more, or with one less that has a default.
-"""
+"""Deterministic MessagePack codec of tagged values; sequences come back as lists."""
 
 from __future__ import annotations
 
@@ -23,7 +15,11 @@ _UNREADABLE = (MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Codec:
-    """Encodes values of these types, each with its name."""
+    """Encodes values of these types, each with its name.
+
+    A NamedTuple is an array and a dataclass a map, so that readers of other versions accept an
+    added or missing defaulted field.
+    """
 
     def __init__(self, *types: type) -> None:
         """types: NamedTuples and frozen dataclasses, whose names differ."""

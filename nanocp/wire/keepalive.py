@@ -1,12 +1,9 @@
-"""How gRPC connections notice a dead network: the same way on each side of every one.
-
-Enters: how often a side asks. Leaves: options of a channel or server. Does not know: what is said.
-"""
+"""Keepalive options of all gRPC connections, which detect a dead network."""
 
 from __future__ import annotations
 
 _ANSWER_MS = 60_000
-"""Longest wait for the answer to a ping. On a busy machine it has taken more than 10 s."""
+"""Ping timeout; on a busy machine an answer has taken more than 10 s."""
 
 
 def keepalive_options(every_ms: int) -> tuple[tuple[str, int], ...]:

@@ -1,8 +1,4 @@
-"""The metadata of a member's calls: its name, and its secret as the proof.
-
-Enters: a member's name and secret. Leaves: metadata for gRPC. Does not know: where secrets are made
-and checked.
-"""
+"""gRPC metadata of a member's calls: its name and its secret."""
 
 from __future__ import annotations
 

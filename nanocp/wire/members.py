@@ -1,7 +1,4 @@
-"""What goes between members and the controller, and the methods that carry it.
-
-Enters: nothing. Leaves: a codec for each direction. Does not know: streams, terms.
-"""
+"""Messages between members and the controller, with their codecs and gRPC methods."""
 
 from __future__ import annotations
 
@@ -49,14 +46,13 @@ from nanocp.values.sampling import TokenBatch
 from nanocp.wire.codec import Codec
 
 VERSION = 4
-"""It grows with every change of a message but a new field of a dataclass that has a default.
-
-A process of another version finds no such service, so that a rolling upgrade to it is refused."""
+"""Increased with every change of a message but a new dataclass field with a default. A process of
+another version finds no such service, so a rolling upgrade to it is refused."""
 CONTROLLER = f"nanocp.v{VERSION}.Controller"
 """The service that members dial. Each method is one stream as long as the member runs."""
 TOKEN_SINK = f"nanocp.v{VERSION}.TokenSink"
-"""The service of a front end that members dial. `Deliver` is one stream from each instance, and
-from the prefill."""
+"""The front end's service that members dial. `Deliver` is one stream from each instance, and from
+the prefill."""
 
 
 class Opened(NamedTuple):
@@ -67,7 +63,7 @@ class Opened(NamedTuple):
 
 
 class FromStream(NamedTuple):
-    """What comes up one of a node's streams; without both it has ended, and nothing follows."""
+    """A message up one of a node's streams; without both fields the stream has ended."""
 
     stream: int
     """The node counts its streams from 1."""
@@ -77,21 +73,21 @@ class FromStream(NamedTuple):
 
 
 class FromNode(NamedTuple):
-    """All that waited together; an empty one is a heartbeat of the process that carries it."""
+    """A batch of messages; an empty one is the node process's heartbeat."""
 
     items: tuple[FromStream, ...] = ()
 
 
 class ToStream(NamedTuple):
-    """What goes down one of a node's streams."""
+    """A message down one of a node's streams."""
 
     stream: int
     message: bytes | None = None
-    """An encoded message for an instance. None: the stream is over, and nothing follows."""
+    """An encoded message for an instance. None: the stream has ended."""
 
 
 class ToNode(NamedTuple):
-    """All that waited together."""
+    """A batch of messages."""
 
     items: tuple[ToStream, ...] = ()
 
@@ -112,7 +108,7 @@ TOKENS = Codec(TokenBatch)
 
 
 def why_broken(error: grpc.RpcError) -> str:
-    """Why the stream to the controller broke, for people."""
+    """A sentence about a broken stream to the controller."""
     code = error.code()
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "it is of another version, which takes a restart of the service"
@@ -120,9 +116,9 @@ def why_broken(error: grpc.RpcError) -> str:
 
 
 def opened_said(member: Member, data: bytes) -> Envelope:
-    """What a member says.
+    """Decode a member's message.
 
-    Raises ValueError if the bytes mean nothing, or if the member speaks for another one.
+    Raises ValueError for undecodable bytes, or if the member speaks for another one.
     """
     envelope = (FROM_PREFILL if member.instance is None else FROM_INSTANCE).open(data)
     match envelope.message:

@@ -1,8 +1,4 @@
-"""The state of rows, which only front ends and instances read: encoded, and bounded in size.
-
-Enters: values of nanocp.values.sampling. Leaves: bytes, and values from them. Equal values give
-equal bytes. Does not know: who sends what to whom, what the values mean.
-"""
+"""Encoded row state for front ends and instances, deterministic and bounded in size."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ from nanocp.values.sampling_fields import CONTROLS, MAX_LOGPROBS, NUM_SEEDS
 from nanocp.wire.codec import Codec
 
 MAX_FRONT_END_BYTES = 262
-"""The longest host:port: a host name has at most 253 bytes, an IPv6 address in brackets with a zone
-has fewer."""
+"""The longest host:port: a host name has at most 253 bytes, an IPv6 address in brackets fewer."""
 _NUMBERS = {name: type(getattr(SamplingParams(), name)) for name in CONTROLS}
 _LARGEST_ID = 2**32 - 1
 _ID_BYTES = 5
@@ -34,7 +29,7 @@ _HAND_OFF_STATE = Codec(HandOffState)
 
 
 def encode_row_input(row: RowInput) -> bytes:
-    """The bytes of `Arrival.row_start`, which the front end writes and the instance reads."""
+    """The bytes of `Arrival.row_start`, from the front end to the instance."""
     return _ROW_INPUT.encode(_canonical(row))
 
 
@@ -56,13 +51,13 @@ def decode_hand_off_state(data: bytes) -> HandOffState:
 
 
 def max_hand_off_bytes(max_model_len: int) -> int:
-    """Most bytes of an encoded HandOffState without a grammar: its place in the mailbox."""
+    """Most bytes of an encoded HandOffState without a grammar: the size of its mailbox slot."""
     # Prompt and output together have at most max_model_len tokens.
     return _largest_without_tokens() + _ID_BYTES * (max_model_len + PAGE_SIZE)
 
 
 def _largest_without_tokens() -> int:
-    """Bytes of the largest state but for the tokens of its prompt, its output and its page."""
+    """Bytes of the largest state without the tokens of its prompt, output and page."""
     numbers: dict[str, Any] = {
         name: _LARGEST_ID if kind is int else 1.0 for name, kind in _NUMBERS.items()
     }
@@ -86,7 +81,7 @@ def _largest_without_tokens() -> int:
 
 
 def _canonical(row: RowInput) -> RowInput:
-    """The row with numbers that are equal and of one type if they were equal."""
+    """The row with equal numbers in one type, so that equal values give equal bytes."""
     assert len(row.front_end.encode()) <= MAX_FRONT_END_BYTES, (
         f"front_end {row.front_end!r} is not a host:port"
     )
