@@ -22,7 +22,6 @@ class DecidedLoads:
         self._rows: list[list[int]] = [[] for _ in range(NUM_LANES * num)]
         """Lane * number of instances + instance -> rows."""
         self.instance_of: dict[int, int] = {}
-        """The instance of each row in the last window sent."""
         self._num_slots = [[0] * num for _ in range(NUM_LANES * num)]
         self._sent, self._received = [0] * num, [0] * num
         self._sent_between, self._received_between = [0] * num, [0] * num

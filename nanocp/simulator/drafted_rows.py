@@ -45,7 +45,7 @@ class Came(NamedTuple):
 
     num_tokens: int
     last_step: int | None
-    """The step of the window in which it got its last token; None if it goes on."""
+    """None if it goes on."""
 
 
 def come(

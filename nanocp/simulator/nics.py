@@ -12,8 +12,6 @@ _ARRIVED_BYTES = 1e-3
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A transfer's share for one instance."""
-
     ticket: int
     left_bytes: float
 
@@ -34,7 +32,7 @@ class Nics:
 
     @property
     def next_us(self) -> int | None:
-        """When the next transfer will have arrived, if no other starts until then."""
+        """Time of the next arrival if no other transfer starts."""
         if not self._is_next_known:
             self._look_ahead()
         return self._next_us
@@ -70,7 +68,7 @@ class Nics:
         return sorted(arrived)
 
     def _rate(self, instance: int, is_from_prefill: bool) -> float:
-        """Bytes per us of such a transfer, as long as no other starts or ends."""
+        """Bytes per us of a transfer until another starts or ends."""
         rate = self._bytes_per_us / self._num_at[instance]
         if is_from_prefill:
             rate = min(rate, self._prefill_bytes_per_us / self._num_from_prefill)

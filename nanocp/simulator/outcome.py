@@ -17,9 +17,9 @@ from nanocp.values.plan import InstanceLoad, Placement, Plan
 ATTAINMENT = 0.99
 """Share of the requests that must meet the SLO (6.1)."""
 LEAST_ALLOWED_MISSES = 20
-"""With fewer misses allowed, a handful of requests decides a verdict."""
+"""Fewer allowed misses make a verdict depend on a handful of requests."""
 JUDGED_FOR_A_VERDICT = 2_200
-"""Arrivals in a run of default length: a tenth more than allow those misses."""
+"""Arrivals in a run of default length, with a tenth to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Run:
 
 
 def measure_us_at(rate_per_s: float) -> int:
-    """Microseconds to measure at a rate, so that an SLO of 99% allows 20 misses: at least 60 s."""
+    """Microseconds to measure at a rate for 20 allowed misses, at least 60 s."""
     return round(1e6 * max(60.0, JUDGED_FOR_A_VERDICT / rate_per_s))
 
 
@@ -71,7 +71,6 @@ class Latency(NamedTuple):
     """Microseconds of one judged request; a late one has lower bounds."""
 
     ttft_us: float
-    """From arrival to the first token, with queueing and KV transfer."""
     tpot_us: float | None
     """(last token - first token) / (tokens - 1). None: it has one token, or has not begun."""
     normalized_us: float
@@ -87,10 +86,9 @@ class Outcome:
     """Metrics of a run after the warm-up; means are over time."""
 
     num_judged: int
-    """Requests that ended in that time, or still run and have missed the SLO already."""
+    """Requests that ended after the warm-up, or have missed the SLO already."""
     num_missed: int
     num_refused: int
-    """Refused requests are judged, and have missed."""
     num_not_judged: int
     """Requests that began before the run, or still run and are not late."""
     attainment: float
@@ -99,56 +97,48 @@ class Outcome:
     ttft_ms_p99: float
     tpot_ms_p50: float
     tpot_ms_p99: float
-    """Over judged requests with two output tokens or more."""
     normalized_ms_p50: float
     normalized_ms_p99: float
     normalized_attainment: float
-    """Share of the judged with normalized latency within the SLO's time per token (Figure 12)."""
+    """Share of the judged with normalized latency within the TPOT target (Figure 12)."""
     queueing_ms_p99: float
-    """From arrival to placement."""
     step_ms_mean: float
     step_ms_max: float
     num_rows_mean: float
-    """Rows of the cluster."""
     kv_tokens_mean: float
-    """KV tokens of the cluster that attention reads."""
+    """KV tokens of the cluster."""
     kv_tokens_median: float
-    """KV tokens of the median instance that attention reads."""
+    """KV tokens of the median instance."""
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
     """Mean share of all frames that are free while requests wait (Figure 14)."""
     frames_used_share: float
-    """Share of all frames that hold pages, or are promised to running requests."""
+    """Share of all frames that hold or are reserved for pages."""
     kv_imbalance: float
     """(max - mean) / mean of KV tokens over the instances."""
     row_imbalance: float
     cp_share: float
-    """Share of placed requests with a CP degree above 1."""
     cp_share_max: float
     layer_us: LayerTime
-    """Mean of the slowest instance's layer."""
     layer_us_max: LayerTime
     plan_ms_mean: float
-    """CPU time of the scheduler per window."""
+    """Scheduler CPU time per window."""
     plan_share: float
-    """CPU time of the scheduler as a share of a window's simulated time (Figure 16)."""
+    """Scheduler CPU time over simulated time (Figure 16)."""
     num_windows: int
     is_hopeless: bool
-    """Stopped early: max_misses was passed."""
     drift: float
-    """Mean number of requests in the second half over that in the first, less 1, corrected for the
-    drift of the arrivals."""
+    """Mean number of requests in the second half over the first, less 1, corrected for arrivals."""
     is_drifting: bool
     """The drift is significant: the run is in no steady state."""
     two_lanes_share: float = 0.0
-    """Share of the windows that ran in two lanes."""
     scheduled_share: float = 0.0
-    """Share of the windows whose layers ran in the order of a searched schedule."""
+    """Share of the windows that ran a searched schedule."""
     prefix_hit_rate: float = 0.0
     """Share of the run's prompt tokens with page hashes whose pages were shared."""
     host_hit_rate: float = 0.0
-    """Share of those tokens whose pages came back from host memory."""
+    """Share of those tokens whose pages came from host memory."""
 
     @property
     def num_allowed_misses(self) -> int:
@@ -167,7 +157,6 @@ class Half:
     time_us: int = 0
     steps: int = 0
     requests: float = 0.0
-    """Requests in the cluster, times microseconds."""
 
     @property
     def mean(self) -> float:
@@ -221,7 +210,6 @@ class Recorder:
         self._num_not_judged = 0
         self._sums = _Sums()
         self._num_frames = 0
-        """Frames of the cluster, known once a window was sent."""
         self._now_us = 0
 
     @property
@@ -341,7 +329,7 @@ class Recorder:
                 yield latency
 
     def _drift_of_arrivals(self) -> float:
-        """The drift if tokens took as long as in the first half, over that of even arrivals."""
+        """The drift that the arrivals alone explain."""
         run, first = self.run, self._sums.halves[0]
         tpot_us = first.time_us / max(first.steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
@@ -414,7 +402,7 @@ class Recorder:
 
 
 def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
-    """Latency of a request with its last token at last_us, or then at the earliest."""
+    """Latency of a request with its last token at last_us or later."""
     num_later = request.output_len - 1
     return Latency(
         first_us - request.arrival_us,

@@ -25,12 +25,10 @@ class Difference:
     """Counts from 1."""
     now_us: int
     fields: tuple[str, ...]
-    """Fields of the plan that differ."""
     recorded: dict[str, int | str] | None
-    """Digest of the plan in the log. None: the scheduler failed."""
+    """None: the scheduler failed."""
     replayed: dict[str, int | str] | None
     error: str = ""
-    """The scheduler's error in the replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +42,8 @@ class Replayed:
     num_requests: int
     """Arrivals, but for those that resume."""
     span_us: int
-    """From the first call to the last."""
     is_truncated: bool
-    """The log's last record was cut off, and is not counted."""
+    """The log's last record was cut off."""
     failure: str
     """The scheduler's failure in the last call, equal in the log and now. Empty: none."""
     difference: Difference | None
@@ -58,7 +55,7 @@ def replay(
     """Play a log to its end or to the first difference.
 
     explainer: takes notes of some requests. watch: gets each call, its answer and Scheduler.noted.
-    Raises ValueError for a damaged log, an unknown policy, and an explainer of a pipeline's log.
+    Raises ValueError for a damaged log, an unknown policy, and a pipeline's log with an explainer.
     """
     header, pipeline = log.header, log.header.pipeline
     scheduler: Scheduler | PassPlanner
@@ -114,10 +111,7 @@ def _watched(
 
 
 def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:
-    """Plan a window: the digest of the plan, or None and the scheduler's error.
-
-    Invented events can break any assumption, so it may fail.
-    """
+    """Plan a window: the digest, or None and the error that invented events may cause."""
     try:
         return digest(plan_window([event for _, event in call.events], call.now_us)), ""
     except Exception as error:

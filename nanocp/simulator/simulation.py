@@ -52,7 +52,6 @@ class _Window:
     ends_us: int
     step: StepTime
     rows: dict[int, int]
-    """Request -> the instance of its row, if rows may have drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +84,9 @@ def make_simulation(
 ) -> Simulation:
     """Make a simulation of a policy, or of the fluid bound.
 
-    recorder: replaces the run's plain one. event_log: takes every call of the scheduler. explainer:
-    takes notes of some requests. Raises ValueError for an unknown policy or constants, OSError if
-    the event log cannot be written.
+    recorder: replaces the default. event_log: takes every call of the scheduler. explainer: takes
+    notes of some requests. Raises ValueError for an unknown policy or constants, OSError for an
+    unwritable event log.
     """
     is_fluid = policy == FLUID
     num_shares = file.cluster.num_instances if is_fluid else 1
@@ -131,7 +130,7 @@ def make_simulation(
 def _with_drafts(
     file: ClusterFile, config: SchedulerConfig, model: CostModel, speculation: Speculation
 ) -> tuple[ClusterFile, SchedulerConfig]:
-    """The cluster with one more KV layer for the drafts, and the scheduler's draft table."""
+    """Add the drafts' KV layer to the cluster, and make the draft table."""
     num, layers = len(speculation.shares), file.model.num_layers
     num_frames = file.cluster.num_frames * layers // (layers + 1)
     file = replace(file, cluster=replace(file.cluster, num_frames=num_frames))
@@ -148,10 +147,7 @@ def _with_drafts(
 
 
 def scheduler_config(file: ClusterFile, model: CostModel, policy: str) -> SchedulerConfig:
-    """The scheduler's configuration on a simulated cluster: its degrees, costs and targets.
-
-    Raises ValueError for an invalid configuration.
-    """
+    """The scheduler's configuration on a simulated cluster; raises ValueError if invalid."""
     return SchedulerConfig(
         policy=policy,
         cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
@@ -255,7 +251,6 @@ class Simulation:
     # --- the controller's part
 
     def _plan(self, events: list[Event], now_us: int) -> None:
-        """Call the scheduler until its plan is empty, as the controller does."""
         while True:
             began_ns = time.thread_time_ns()
             plan = self._plan_window(events, now_us)
@@ -331,7 +326,7 @@ class Simulation:
         )
 
     def _row_leaves(self, request_id: int, window: int) -> None:
-        """Whether the row has stopped, was parked, or has all its tokens in earlier windows."""
+        """Whether the row has stopped, was parked, or has no tokens to come."""
         if self._speculation:
             return
         if request_id in self._requests and self._last_step(request_id) >= window * self._num_steps:
@@ -347,7 +342,7 @@ class Simulation:
     # --- the instances' part
 
     def _end_window(self) -> list[Event]:
-        """Report the oldest window for every instance; rows that got their last token stop."""
+        """Report the oldest window; rows that got their last token stop."""
         window = self._windows.popleft()
         if self._speculation:
             return self._end_window_with_drafts(window, self._speculation.shares)
@@ -412,7 +407,6 @@ class Simulation:
 
 
 def _as_one_instance(file: ClusterFile) -> ClusterFile:
-    """Merge the whole cluster into one instance of the cost model."""
     num = file.cluster.num_instances
     bounds = file.cluster.bounds
     cluster = replace(

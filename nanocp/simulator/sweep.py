@@ -16,10 +16,9 @@ PRECISION = 1.03
 _TPOT_GROWTH = 3
 """Near the SLO the time per token grows about as the rate to this power."""
 NUM_SEEDS = 3
-"""A few long requests more or less change a mix's result; a trace has no seed."""
 MIN_RATE, MAX_RATE = 0.05, 4096.0
 _MOST_JUDGED = 1.5
-"""Most requests to judge for each expected arrival in the measured time."""
+"""Most requests to judge per expected arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Sweep:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean over the seeds."""
         return fmean(one.rate_per_s for one in self.seeds)
 
     @property
@@ -50,7 +48,7 @@ class Sweep:
 
     @property
     def rests_on_few(self) -> bool:
-        """Whether fewer than 20 misses were allowed, so that a handful of requests decided."""
+        """Whether fewer than 20 misses were allowed."""
         num_allowed = sum(outcome.num_allowed_misses for outcome in self.outcomes)
         return bool(self.outcomes) and num_allowed < LEAST_ALLOWED_MISSES
 
@@ -65,9 +63,8 @@ def highest_sustained_rate(
 ) -> Sustained:
     """Find the highest rate, in requests a second, that is sustained.
 
-    Rates are powers of the precision, at least least_rate. The search brackets the answer from
-    first_rate, then bisects; the time per token against the SLO's sets the steps. on_run gets each
-    rate and whether it was sustained.
+    Rates are powers of the precision, at least least_rate. Brackets the answer from first_rate,
+    then bisects. on_run gets each rate and whether it was sustained.
     """
     if not MIN_RATE <= first_rate <= MAX_RATE:
         raise ValueError(f"first_rate is {first_rate}; it must be from {MIN_RATE} to {MAX_RATE}")
@@ -100,7 +97,7 @@ def highest_sustained_rate(
 
 
 def _log_to_go(outcome: Outcome, slo: Slo) -> float:
-    """Logarithm of the factor by which the rate may rise until the time per token is the SLO's."""
+    """Logarithm of the rate's factor until the time per token meets the SLO's."""
     if not outcome.tpot_ms_p99:
         return 0.0
     return math.log(slo.tpot_us / (1e3 * outcome.tpot_ms_p99)) / _TPOT_GROWTH
@@ -114,10 +111,9 @@ def sweep(
     least_rate: float = MIN_RATE,
     part: Callable[[Trial], Trial] = lambda trial: trial,
 ) -> Sweep:
-    """The highest rate that the trial's policy sustains, for its workload's seed and the next ones.
+    """The trial's sustained rate for its workload's seed and the next ones.
 
-    part: the part of a trial to play at a rate. The search begins at the workload's rate, then at
-    the last seed's answer. Raises ValueError for a workload without a rate.
+    part: the part of a trial to play at a rate. Raises ValueError for a workload without a rate.
     """
     workload = trial.workload
     if workload.name in STATIC:
@@ -148,8 +144,7 @@ def attempts(
 ) -> Callable[[float], Outcome]:
     """A function that plays a rate and stops early when too many requests miss.
 
-    A run that meets the SLO but drifts is played again, three times as long; it counts as sustained
-    if it then meets the SLO.
+    A run that meets the SLO but drifts is repeated, three times as long, without the drift test.
     """
 
     def attempt(rate_per_s: float) -> Outcome:

@@ -25,11 +25,10 @@ from nanocp.values.plan import PAGE_SIZE
 
 WARM_UP_US = 40_000_000
 _STATIC_US = 60_000_000
-"""Measured time of the static scenario, which has no rate."""
 _PILOT = Run(warm_up_us=200_000, measure_us=600_000)
 _NUM_PILOTS = 3
 _STATIC_ROWS = 64
-"""Rows of an instance for which static CP's wire form is the cheaper one."""
+"""Rows of an instance that favour static CP's wire form."""
 _SAMPLE = 4
 _SLOWEST = 2
 """Initial requests have at most this many times the SLO's time per token."""
@@ -66,10 +65,7 @@ class Trial(Mechanisms):
 
     @property
     def form(self) -> str:
-        """The named wire form, or the one that the cost model finds cheaper.
-
-        All rows of static CP have links, which the choice counts.
-        """
+        """The named wire form, or the cheaper one; all rows of static CP have links."""
         num_others = self.file.cluster.instances_per_node - 1
         num_links = _STATIC_ROWS * num_others if self._is_static else 0
         model = CostModel(
@@ -85,8 +81,7 @@ class Trial(Mechanisms):
     def charged(self) -> ClusterFile:
         """The cluster file with the costs that its policy is charged by.
 
-        Static CP gathers a group's queries and attends in one launch: it pays both hops, and
-        attention once.
+        Static CP pays both hops, and attention once.
         """
         if not self._is_static:
             return self.file
@@ -99,9 +94,9 @@ class Trial(Mechanisms):
         return replace(self, workload=replace(self.workload, rate_per_s=rate_per_s))
 
     def busiest(self, least: int) -> Trial:
-        """The part of a trace's measured time with the most tokens asked and read.
+        """The part of a trace's measured time with the most tokens, at least half of it.
 
-        least: mean number of requests that arrive in it. A part is at least half of the time.
+        least: mean number of requests that arrive in it.
         """
         run, rate = self.run, self.workload.rate_per_s
         measure_us = min(run.measure_us, max(run.measure_us // 2, round(1e6 * least / rate)))
@@ -152,10 +147,10 @@ class Trial(Mechanisms):
         return self.simulation(recorder).run(self.requests())
 
     def filled(self) -> Trial:
-        """The trial with the initial load of a steady state at its rate.
+        """The trial with the initial load of a steady state at its rate (Little's law).
 
-        The cost model times a balanced step, short pilots add the policy's excess, and Little's law
-        gives the running requests. The static scenario is unchanged.
+        The cost model times a balanced step, short pilots add the policy's excess. The static
+        scenario is unchanged.
         """
         if self.begins_empty or self.workload.name in STATIC:
             return self
@@ -204,7 +199,7 @@ class _Population:
 
     @property
     def most_times(self) -> float:
-        """The load that a balanced cluster sustains, as a multiple of the rate, to 1%."""
+        """The highest sustained load of a balanced cluster over the trial's, to 1%."""
         times, slo_us = min(self._full_us / self._slo_us, _MOST_TIMES), self._slo_us
         kv_tokens, rows = slo_us * self._kv_tokens_per_us, slo_us * self._rows_per_us
         while (
@@ -228,10 +223,7 @@ class _Population:
         return us / num_tokens, num_tokens
 
     def tpot_us(self, excess_us: float) -> int:
-        """Find the least time per token that equals its balanced step plus the excess.
-
-        The load is at most what fills the cluster.
-        """
+        """Find the least time per token that equals its balanced step plus the excess."""
         low, high = 0.0, self._most_us
         for _ in range(20):
             tpot_us = (low + high) / 2

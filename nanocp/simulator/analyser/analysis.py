@@ -21,23 +21,21 @@ from nanocp.values.plan import PAGE_SIZE
 
 OURS = "cost_aware"
 LEAST_GAIN = 1.10
-"""Smallest gain that is worth another system."""
 LEAST_SURE = 1.05
-"""A smaller gain under other constants makes the verdict depend on them."""
+"""Smaller gains make the verdict uncertain."""
 LEAST_LOAD = 0.5
-"""Below this share of the best rate of today, fewer GPUs help first."""
+"""Below this share of today's best rate, fewer GPUs help first."""
 LEAST_REQUESTS = 100
-"""Fewer requests cannot decide whether 99% are within the SLO."""
+"""Fewer cannot decide whether 99% are within the SLO."""
 PRECISION, FINE_PRECISION, QUICK_PRECISION = 1.1, 1.02, 1.05
-"""Precision of all rates, of those that decide the verdict, and of quick runs."""
+"""Of all rates, of decisive ones, and of quick runs."""
 _LEAST_SHARE = 0.1
-"""Today's ways are searched down to this share of our rate."""
+"""Lower end of the search, as a share of our rate."""
 _QUICK_REQUESTS = 1_100
-"""Arrivals in a quick trial, so that 99% allow 10 misses."""
+"""Arrivals for 10 allowed misses."""
 _QUICK_US, _QUICK_WARM_UP_US = 30_000_000, 10_000_000
-"""Measured time and warm-up of a quick run at the log's rate."""
+"""At the log's rate."""
 _FIRST = 0.6
-"""First rate of a search, as a share of a balanced cluster's."""
 _FACTORS = (0.5, 2.0)
 _MS = 1e3
 COST_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -70,13 +68,9 @@ class LoadSummary:
     prompt: tuple[int, int, int]
     output: tuple[int, int, int]
     rank_tokens: int
-    """KV tokens that one rank holds."""
     num_too_long: int
-    """Requests too long for an empty rank."""
     num_cut: int
-    """Prompts cut to the cluster's model length."""
     share_of_longest: float
-    """Share of all prompt tokens in the longest 1% of the requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +79,14 @@ class Way:
 
     policy: str
     outcome: Outcome
-    """At the log's rate."""
     timeline: TimelineRecorder
     waits_ms: float
-    """Milliseconds of a step for attention over the fullest rank's KV beyond the mean."""
+    """Attention time per step for the fullest rank's KV beyond the mean."""
     rate_per_s: float
-    """Sustained within the SLO; 0 if least_per_s is not."""
+    """0 if least_per_s is not sustained."""
     least_per_s: float = 0.0
-    """Lower end of the search: a tenth of the rate of CP by request, at most the log's rate;
-    quickly, the rate of another of today's ways."""
+    """Lower end of the search."""
     num_judged: int = 0
-    """Requests by which the rate was judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +97,6 @@ class Sensitivity:
     low: float
     high: float
     as_it_is: float
-    """With unchanged costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +105,12 @@ class Analysis:
     ways: tuple[Way, ...]
     """Today's ways, then ours, then the bound."""
     best: Way
-    """Today's way with the highest rate."""
     ours: Way
     sensitivities: tuple[Sensitivity, ...]
     num_gpus: tuple[int | None, int | None] | None
-    """GPUs of whole nodes that sustain the log's rate, today's best way and ours; inner None: no
-    number does. None: not searched."""
+    """GPUs for the log's rate, today and with ours; inner None: no number suffices. None: not
+    searched."""
     precision: float = FINE_PRECISION
-    """Precision of the rates that decide."""
 
     @property
     def gain(self) -> float:
@@ -136,10 +124,7 @@ class Analysis:
 
     @property
     def verdict(self) -> LoadVerdict:
-        """Verdict by the rate over today's best way, static CP included.
-
-        A gain within the search's precision of LEAST_GAIN does not count as more.
-        """
+        """Verdict by the rate over today's best way, static CP included."""
         if not self.ours.rate_per_s and not self.best.rate_per_s:
             return LoadVerdict.TOO_SLOW
         if self.gain < LEAST_GAIN * self.precision:
@@ -167,8 +152,8 @@ def analyse(
 ) -> Analysis:
     """Play the load each way at its own rate, and search for the rate that each sustains.
 
-    requests: the log's. is_quick: lower precision, only the busiest part, and no number of GPUs.
-    on_way gets each way before its play. Raises ValueError for too few requests.
+    is_quick: lower precision, only the busiest part, no number of GPUs. on_way gets each way first.
+    Raises ValueError for too few requests.
     """
     check_enough(len(requests))
     policies = [OURS, *ways_today(trial.file.cluster.instances_per_node), FLUID]
@@ -219,14 +204,11 @@ def check_enough(num_requests: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Plays ways at the log's rate, and finds their sustained rates."""
-
     trial: Trial
     is_quick: bool
     on_way: Callable[[str], None]
 
     def way(self, policy: str, near: float, precision: float, least: float) -> Way:
-        """Find a way's rate, and play it at the log's."""
         trial = replace(self.trial, policy=policy)
         found = self._rate(trial, near, precision, least)
         self.on_way(f"{policy} at {trial.workload.rate_per_s:.3g}/s")

@@ -17,7 +17,6 @@ from nanocp.simulator.trial import Trial
 from nanocp.values.group_load import GroupLoad
 
 STALE_US = 5_000_000
-"""Microseconds between two readings of a group's load."""
 
 
 class _Group(Iterator[Upcoming]):
@@ -42,12 +41,11 @@ class _Group(Iterator[Upcoming]):
         return self._sent.popleft()
 
     def go_on(self, requests: list[Upcoming] | None) -> None:
-        """Play these too, and wait at the last; None: no more requests."""
+        """Play these requests, then wait; None: no more."""
         self._more.put(requests)
 
     @property
     def load_tokens(self) -> float:
-        """The cluster's load as GroupLoad counts it."""
         max_rows = self._trial.file.cluster.bounds.max_rows
         loads = self._simulation.scheduler.loads()
         return GroupLoad.of(loads, max_rows, self.row_tokens).load_tokens
@@ -61,10 +59,7 @@ class _Group(Iterator[Upcoming]):
 
 
 def play_groups(trial: Trial, num_groups: int, stale_us: int = STALE_US) -> list[Outcome]:
-    """The outcomes of num_groups clusters like the trial's, whose rate is the total.
-
-    Each begins in the steady state of its share of the rate.
-    """
+    """The outcomes of num_groups clusters like the trial's, which share its rate."""
     share = trial.at_rate(trial.workload.rate_per_s / num_groups).filled()
     steady_us, end_us = share.workload.steady_tpot_us, trial.run.end_us
     workload = replace(trial.workload, steady_tpot_us=steady_us)

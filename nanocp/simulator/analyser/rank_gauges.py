@@ -27,7 +27,6 @@ GAUGES: Mapping[str, str] = {
 }
 RANK_LABELS = ("model_name", "instance", "pod", "engine", "engine_index", "dp_rank")
 _FULL = 0.9
-"""A rank with this share of its KV in use is full."""
 
 _Ranks = dict[str, float]
 _Sample = tuple[str, Mapping[str, str], float, float]
@@ -40,16 +39,15 @@ class RankGauges:
     num_ranks: int
     num_moments: int
     rows_mean: float
-    """Requests that run on a rank."""
     row_imbalance: float
-    """(max - mean) / mean, both summed over the moments."""
+    """(max - mean) / mean over summed values."""
     kv_used: float | None
-    """Share of all KV. None: the file has no gauges of it."""
+    """None: no such gauges."""
     kv_imbalance: float | None
     kv_free_while_waiting: float | None
-    """Share of all KV that is free while a request waits. None: no gauges of single ranks."""
+    """None: no gauges of single ranks."""
     one_waits_another_has_room: float | None
-    """Share of the moments at which one rank has a queue, and another has none and free KV."""
+    """Share of the moments with a queue on one rank, and free KV without a queue on another."""
 
 
 def read_gauges(path: Path) -> RankGauges:
@@ -109,10 +107,7 @@ def _has_room_elsewhere(of: Mapping[str, _Ranks]) -> bool:
 
 
 def _scrapes(text: str) -> Iterator[_Sample]:
-    """Samples of one scrape, or of concatenated ones.
-
-    A repeated sample without a timestamp begins the next scrape.
-    """
+    """Samples of scrapes; a repeated sample without a timestamp begins the next one."""
     scrape = 0
     seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
     for family in text_string_to_metric_families(text):

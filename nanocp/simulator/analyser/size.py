@@ -17,14 +17,13 @@ _MAX_INSTANCES = 1024
 class Tried:
     num_instances: int
     num_frames: int
-    """Frames of each instance; 0 if the model does not fit."""
+    """0 if the model does not fit."""
     outcome: Outcome | None
     why_not: str
-    """Reason that it was not simulated. Empty: it was."""
+    """Empty: it was simulated."""
 
     @property
     def is_enough(self) -> bool:
-        """Whether it sustains the load."""
         return self.outcome is not None and self.outcome.is_sustained
 
 
@@ -50,8 +49,8 @@ def sizes(file: ClusterFile) -> Sequence[int]:
 def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
     """The smallest cluster that sustains the trial's load; on_size gets each size tried.
 
-    Doubles, then bisects: a cluster larger than one that is enough is taken to be enough. Raises
-    ValueError for a cluster file without a memory section.
+    Doubles, then bisects, as if capacity grew with size. Raises ValueError for a cluster file
+    without a memory section.
     """
     if trial.file.memory is None:
         raise ValueError("the cluster file has no memory section, so it has one size only")

@@ -55,8 +55,8 @@ class Costs:
     attention_ps_per_query: float = 0.0
     """Compute time per KV token and query of a row. Drafts are queries."""
     hides_queries: bool = False
-    """Whether Q's transfer hides behind own attention, and received rows attend in a launch of
-    their own, as in the engine. Fitted sets have that in their constants."""
+    """Whether own attention hides Q's transfer, and received rows attend in their own launch, as in
+    the engine. Fitted constants may include that."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
@@ -104,7 +104,7 @@ class Costs:
 class WireForm:
     """Bytes and projections of a link between a row and one of its holders, in one layer.
 
-    The projection is charged as GEMMs of received rows alone, an upper bound.
+    Received rows are projected by separate GEMMs, an upper bound.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -210,7 +210,6 @@ class Memory:
     __pydantic_config__ = {"extra": "forbid"}
 
     gpu: str
-    """Name of the GPU."""
     hbm_gb: float
     usable_share: float
     """Share of it that an instance fills."""
@@ -327,7 +326,7 @@ class ClusterFile:
             )
 
     def of_size(self, num_instances: int) -> ClusterFile:
-        """The cluster with another number of instances, and their frames.
+        """The cluster with another number of instances.
 
         Raises ValueError if the model does not fit, or if the file has no memory section.
         """
@@ -356,7 +355,7 @@ class ClusterFile:
     def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
         """Microseconds of a layer's expert GEMMs on the instance with most experts.
 
-        mean_rows: of an instance. All experts get as many rows.
+        mean_rows: of an instance, spread evenly over experts.
         """
         model, num_instances = self.model, self.cluster.num_instances
         num_local = model.most_experts(num_instances)
@@ -401,8 +400,7 @@ def cluster_path(name_or_path: str) -> Path:
 def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> ClusterFile:
     """The cluster file of `cluster_path`, with its own number of instances or another.
 
-    Raises ValueError for an unknown name, an unreadable file, an unknown key, a wrong type and an
-    invalid cluster.
+    Raises ValueError for an unknown name, an unreadable or an invalid file.
     """
     path = cluster_path(name_or_path)
     tree = read_yaml(path, "cluster file")

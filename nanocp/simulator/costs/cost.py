@@ -19,9 +19,8 @@ from nanocp.simulator.costs.cluster_file import ClusterFile, Costs
 from nanocp.values.plan import PAGE_SIZE
 
 _PARTS_OF_FRAMES = (64, 16, 4, 1)
-"""Shares of used frames in the table of drafts."""
+"""Shares of used frames."""
 _NUM_CACHED = 4096
-"""Size of the cache of times by rows and links."""
 
 
 @dataclass(slots=True)
@@ -78,12 +77,10 @@ class StepTime(NamedTuple):
     step_us: int
     layer: LayerTime
     two_lanes: bool = False
-    """Whether rows run in two lanes; exchange, dispatch and combine are then the part that is not
-    hidden."""
+    """Rows run in two lanes; communication counts where it is not hidden."""
     by_schedule: bool = False
-    """Whether its layers run in the order of a searched schedule."""
     num_drafts: int = 0
-    """Drafts of each row; their MTP layers are in the step but not in the layer."""
+    """Drafts of each row; the layer excludes their MTP layers."""
 
 
 class CostModel:
@@ -99,9 +96,9 @@ class CostModel:
     ) -> None:
         """Read the costs of a cluster file.
 
-        num_shares: equal instances that each instance of the loads stands for (the fluid bound).
-        wire_form: by default the cheapest with num_links links within a node, by default those of
-        one request of the widest degree.
+        num_shares: equal instances per instance of the loads (the fluid bound). wire_form: by
+        default the cheapest with num_links links within a node, by default those of the widest
+        degree.
         """
         costs = file.costs_of(constants)
         self._file = file
@@ -109,7 +106,6 @@ class CostModel:
         self._model = file.model
         self._num_shares = num_shares
         self.once_us = costs.step_us
-        """Microseconds of a step beside its layers."""
         self._row_buckets = file.row_buckets
         self._attention_buckets = file.attention_row_buckets or file.row_buckets
         self._dispatch_us = self._us_per_row = 0.0
@@ -164,8 +160,8 @@ class CostModel:
     def step_with_drafts(self, loads: Loads, num_drafts: int) -> StepTime:
         """The step's time if each row has so many drafts.
 
-        The MTP layer runs over all step rows, then over one of each row per further draft. Each run
-        pays the step's part beside its layers, an upper bound.
+        The MTP layer runs over all step rows, then over one of each row per further draft; each run
+        pays the step's other costs, an upper bound.
         """
         if not num_drafts:
             return self.step(loads)
@@ -195,8 +191,8 @@ class CostModel:
     def step_in_two_lanes(self, loads: Loads) -> StepTime:
         """The step's time with half of each instance's rows in each lane (overlap.md).
 
-        A layer takes the longest of both lanes' compute, both lanes' transfers, and one lane's
-        compute and transfers. Each lane reads the weights.
+        A layer takes the longest of both lanes' compute, both lanes' transfers, and one lane's sum.
+        Each lane reads the weights.
         """
         lane = self.step(loads.part(0.5)).layer
         first_us, exchange_us = lane.attention_us + lane.other_us, lane.exchange_us
@@ -235,7 +231,7 @@ class CostModel:
         return tuple(table)
 
     def layer_of(self, loads: Loads, instance: int) -> LayerTime:
-        """The instance's own share of a layer's work, without waiting for anybody."""
+        """Layer time of one instance without waiting for others."""
         dispatch_combine = self.dispatch_combine_us(loads.rows[instance] / self._num_shares)
         return LayerTime(
             *self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads)
@@ -271,10 +267,7 @@ class CostModel:
     def _first_phase_without_tokens(
         self, rows: int, attention_rows: int, links: int, links_between_nodes: int
     ) -> tuple[float, float, float, float]:
-        """Microseconds of attention by its rows, exchange, Q's route, and the rest.
-
-        The exchange excludes Q's route if the constants say that own attention hides it.
-        """
+        """Microseconds of attention by rows, exchange less hidden time, Q's route, and the rest."""
         costs, shares = self._costs, self._num_shares
         padded = _padded(attention_rows / shares, self._attention_buckets)
         query_us, exchange_us = self._routes_us(links, links_between_nodes, attention_rows - rows)
@@ -382,8 +375,8 @@ def profile_cp_degrees(
 ) -> tuple[tuple[int, int], ...]:
     """(length, degree) buckets of 4.2.2: each degree is that of least attention and exchange.
 
-    The sweep has one request, split evenly within a node. The last bucket ends above max_len.
-    num_drafts: of the request in each step.
+    The sweep has one request, split within a node. The last bucket ends above max_len. num_drafts:
+    of the request in each step.
     """
     width = 1 + num_drafts
 
@@ -415,7 +408,7 @@ def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:
 
 
 def _of_both_lanes(compute_us: float, network_us: float) -> float:
-    """A layer's time from one lane's parts; lanes alternate between compute and network."""
+    """A layer's time from one lane's parts."""
     return max(2 * compute_us, 2 * network_us, compute_us + network_us)
 
 

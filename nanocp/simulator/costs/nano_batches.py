@@ -38,9 +38,7 @@ class Case:
     """The name or path of a cluster file."""
     constants: str
     rows: int
-    """Rows of each instance."""
     tokens: int
-    """KV tokens that each instance reads."""
     links: int
     """Rows that each instance sends to another one of its node."""
 
@@ -52,11 +50,7 @@ class Case:
 
 
 def layer_operations(model: CostModel, loads: Loads) -> tuple[Operation, ...]:
-    """One MoE layer's operations, each of which waits for the one before.
-
-    Every nano-operation pays the fixed part again, such as reading weights; where it is most, the
-    operation is memory-bound.
-    """
+    """One MoE layer's operations in a chain; fixed costs such as weights repeat per part."""
     whole, half = (model.step(loads.part(part)).layer for part in (1.0, 0.5))
     operations, names = [], list(_OPERATIONS)
     for number, (name, us_of) in enumerate(_OPERATIONS.items()):
@@ -77,10 +71,7 @@ class ScheduledSteps:
         self._order = Order(schedule, INTERFERENCE)
 
     def step(self, loads: Loads) -> StepTime:
-        """The step's time in the schedule's order, or in program order where that is shorter.
-
-        The layer's parts are in proportion to those of program order.
-        """
+        """The step's time in the schedule's order, or in program order where that is shorter."""
         plain = self._model.step(loads)
         parts = {
             part: self._model.step(loads.part(part)).layer

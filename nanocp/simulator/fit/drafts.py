@@ -11,10 +11,9 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE
 
 _LENGTH = 1024
-"""Mean tokens of a row, at most: longer contexts are taken to be like these."""
+"""Mean tokens of a row, at most."""
 
 Measure = Callable[[Batch, int], tuple[float, float]]
-"""Microseconds of a step without drafts and with so many."""
 
 
 def with_draft_table(

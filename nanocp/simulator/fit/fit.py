@@ -62,7 +62,6 @@ class Fit:
     """A line through measured microseconds."""
 
     coefficients: tuple[float, ...]
-    """No coefficient is negative."""
     errors: tuple[float, ...]
     """(fitted - measured) / measured of each point."""
 
@@ -78,11 +77,9 @@ class Fit:
 
 
 _NO_EXPERTS = Fit((0.0, 0.0), ())
-"""A dense model has no experts to measure."""
 _MOST_MEDIAN, _MOST_WORST = 0.2, 0.75
 """Largest errors of a fit on an idle machine."""
 _LEAST_SPEED = 1e-3
-"""An unknown speed must be above 0."""
 
 
 def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
@@ -118,7 +115,6 @@ class Fitted:
 
     file: ClusterFile
     fits: Mapping[str, Fit]
-    """Fits by name; the last is the whole step."""
 
 
 def fit_cluster(
@@ -134,7 +130,6 @@ def fit_cluster(
     linked = [point for point in points if loads_of(point.batch, num_instances).links[0]]
 
     def fit_phase(phase: str, chosen: Sequence[Point], *names: str) -> Fit:
-        """A constant, and a slope for each load named."""
         loads = [loads_of(point.batch, num_instances) for point in chosen]
         columns = [[1, *(getattr(load, name)[0] for name in names)] for load in loads]
         return fit(columns, [getattr(point.times, phase) for point in chosen])
@@ -259,7 +254,7 @@ def rounded(value: float) -> float:
 
 
 def doubts(fitted: Fitted) -> list[str]:
-    """Warnings for the head of both files if the fit is poor."""
+    """Warnings for both files if the fit is poor."""
     return [
         f"{UNRELIABLE}{name} of the fitted costs differ from measured steps by {fit.median:.0%} in "
         f"the median and {abs(fit.worst):.0%} at worst; {_MOST_MEDIAN:.0%} and {_MOST_WORST:.0%} "
@@ -311,7 +306,6 @@ def _document(tree: Mapping[str, Any], about: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value with lists for tuples, which YAML does not have."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

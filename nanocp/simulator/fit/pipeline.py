@@ -38,7 +38,6 @@ KINDS: dict[str, tuple[SamplingParams, ...]] = {
     "controls": (replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.2),),
     "logprobs": (replace(GREEDY, logprobs=5),),
 }
-"""Kinds of sampling in a play; `mixed` has all of them."""
 KINDS["mixed"] = (
     *(params for (params,) in KINDS.values()),
     replace(_DRAWN, top_p=0.9, repetition_penalty=1.2, logprobs=5),
@@ -65,10 +64,10 @@ _MIXES = (
     LoadPhase(24, 200, 40, 10),
     LoadPhase(32, 30, 40, 10),
 )
-"""Few and many rows, short and long: a fit must tell rows from attended tokens."""
+"""Few and many rows, short and long, so that the fit separates rows and tokens."""
 _NUM_PLAYS = 3
 _WARM_UP = LoadPhase(32, 2, 4, 4)
-"""The first pass that samples takes up to four times as long: its memory is mapped then."""
+"""First passes are slow: memory is mapped."""
 
 
 class Played(NamedTuple):
@@ -79,9 +78,7 @@ class Played(NamedTuple):
     layouts: list[tuple[int, tuple[int, ...]]]
     """For each change: its first pass, and the layers of each stage."""
     works: dict[int, int]
-    """Request id -> its SamplerWork."""
     plan_us: float
-    """Mean CPU time to plan a pass."""
 
     @property
     def num_changes(self) -> int:
@@ -179,7 +176,6 @@ class PipelinePlay:
         self._events.append(Arrival(number, length, max_tokens, row, sampler_work=work))
 
     def _turn(self) -> None:
-        """Plan all passes that may be in flight, and run them."""
         while True:
             begin_ns = time.thread_time_ns()
             plan = self._scheduler.plan_pass(self._events, time.monotonic_ns() // 1000)
@@ -239,7 +235,7 @@ class Measured(NamedTuple):
 
     passes: dict[str, list[MeasuredPass]]
     apart: dict[str, FitError]
-    """Relative difference of two plays of the same pass, by kind: no prediction is more exact."""
+    """Relative difference of two plays of the same pass, by kind."""
 
 
 def measure(
@@ -312,10 +308,7 @@ def errors(
     experts_per_token: int,
     dense_layers: int = 0,
 ) -> dict[str, dict[str, FitError]]:
-    """Mean errors on a held-out third, for each form of the predictor and each kind.
-
-    One fit covers all kinds; the third is drawn several times.
-    """
+    """Mean errors on held-out thirds, by form of the predictor and kind."""
     found: dict[str, dict[str, list[FitError]]] = {
         form: {kind: [] for kind in passes} for form in FORMS
     }

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
-"""Microseconds of each unit."""
 DATE, ZONED = "a date", "a date with its zone"
 _WORDS = {
     **{unit: unit for unit in UNITS},
@@ -23,7 +22,7 @@ _WORDS = {
     "nanos": "ns",
     "nanoseconds": "ns",
 }
-"""Last words of names that say a unit."""
+"""Last words of names."""
 _OUR_YEARS_S = 1.42e9, 2.53e9
 """Seconds since 1970 of 2015 and 2050, the range of absolute timestamps."""
 _USUAL_RATE = 5.0
@@ -46,7 +45,7 @@ class LogTime(NamedTuple):
     where: str
     name: str
     value: float
-    """The number in the file; for a date, microseconds since 1970."""
+    """For a date, microseconds since 1970."""
     date: str = ""
     """DATE or ZONED; "" for a number."""
 
@@ -117,7 +116,7 @@ def _refuse_two(one: LogTime, other: LogTime) -> None:
 
 
 def _passes_our_years(moments: Sequence[LogTime]) -> bool:
-    """Whether many numbers are just outside the range: a clock ran on through it."""
+    """Whether many numbers are just outside the range."""
     low, high = _OUR_YEARS_S
     values_s = [one.value * us / 1e6 for one in moments if not one.date for us in UNITS.values()]
     beside = sum(low / 2 < value <= low or high <= value < 2 * high for value in values_s)
@@ -125,10 +124,7 @@ def _passes_our_years(moments: Sequence[LogTime]) -> bool:
 
 
 def _check_one_scale(ascending: Sequence[LogTime]) -> None:
-    """Raise ValueError if the times look like those of two units, or of two clocks.
-
-    A sign: the lowest 500th of the span has nearly all, or many of another form or with tiny gaps.
-    """
+    """Raise ValueError if the times look like those of two units, or of two clocks."""
     end = ascending[0].value + (ascending[-1].value - ascending[0].value) / 500
     near = sorted({one.value for one in ascending if one.value <= end})
     far = sorted({one.value for one in ascending if one.value > end})

@@ -58,7 +58,6 @@ class LogFile:
 
     @property
     def lines(self) -> Iterator[str]:
-        """With their ends."""
         return io.StringIO(self.text, newline="")
 
     @property
@@ -137,7 +136,7 @@ class LogFile:
             yield where, nested if isinstance(nested, dict) and "request" not in entry else entry
 
     def _guidellm(self, where: str, benchmarks: list[Any]) -> Iterator[_Entry]:
-        """The requests of a report; those before the measured time are warm-up."""
+        """The requests of a GuideLLM report, warm-up included."""
         if len(benchmarks) > 1:
             self.notes.append(
                 f"It has {len(benchmarks)} benchmarks, which are played one after the other."
@@ -170,7 +169,7 @@ def _is_object(line: str) -> bool:
 
 
 def _closed(text: str) -> str:
-    """A truncated JSON text, closed after its last complete element."""
+    """Close a truncated JSON text after its last complete element."""
     ends: list[str] = []
     complete = ""
     end = 0

@@ -42,10 +42,9 @@ STRICT = {
 }
 """Traces whose every line is a request."""
 _TOTAL = "total_s"
-"""A line with only this time is written when its request ends."""
+"""A line with only this time marks the end of its request."""
 _TIMES_OF_A_LINE = ("time", "ts")
 _MEASURED = "profiling"
-"""The phase of measured requests."""
 _FAILED = ("error", "metadata.was_cancelled")
 
 
@@ -58,13 +57,11 @@ class RequestLog:
     fields: tuple[str, str, str]
     """Names of the fields read as arrival (with unit), prompt and output."""
     num_skipped: int
-    """Lines that are no request with a token each way: refusals, other messages."""
+    """Lines that are no request."""
     num_failed: int = 0
-    """Requests that failed or did not end; they are left out."""
     num_warm_up: int = 0
-    """Warm-up requests; they are left out."""
     notes: tuple[str, ...] = ()
-    """Sentences about defects of the file."""
+    """Defects of the file."""
 
     @property
     def rate_per_s(self) -> float:
@@ -123,8 +120,7 @@ def read_trace(kind: str, path: Path) -> RequestLog:
     """Read a trace of STRICT, in which no line may be wrong or go back in time.
 
     Mooncake (FAST'25) has a JSON object a line: timestamp (ms), input_length, output_length,
-    optional hash_ids (equal prefixes of ids are equal prefixes of prompts) and optional `tenant`.
-    Azure (ISCA'24) has a CSV.
+    optional hash_ids and `tenant`. Azure (ISCA'24) has a CSV.
     """
     names, file = STRICT[kind], LogFile.read(path)
     reader = _Reader({what: (name,) for what, name in names.items()}, is_strict=True)
@@ -137,8 +133,6 @@ def read_trace(kind: str, path: Path) -> RequestLog:
 
 
 class _Reader:
-    """Makes requests of entries."""
-
     def __init__(self, known: Mapping[str, tuple[str, ...]], is_strict: bool) -> None:
         self._known, self._is_strict = known, is_strict
         self._found: dict[str, str] = {}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 HASH_ID_TOKENS = 512
-"""Mooncake's block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +24,16 @@ class WorkloadRequest:
     arrival_us: int
     prompt_len: int
     output_len: int
-    """Actual tokens, at most max_tokens."""
+    """At most max_tokens."""
     max_tokens: int
     """The client's limit, known to the scheduler."""
     hash_ids: tuple[int, ...] = ()
-    """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: equal prefixes of ids are
-    equal prefixes of prompts."""
+    """One per HASH_ID_TOKENS prompt tokens; equal prefixes of ids are equal prefixes of prompts."""
     is_running: bool = False
-    """Runs already at the start and is not judged: prompt_len counts the tokens generated,
-    output_len those to come."""
+    """Runs at the start and is not judged: prompt_len counts generated tokens, output_len those to
+    come."""
 
     tenant: str = ""
-    """Tenant of the request; empty if unknown."""
 
     def arrival(self, request_id: int) -> Arrival:
         """The request as the scheduler gets it."""
@@ -50,7 +47,7 @@ class WorkloadRequest:
         )
 
     def _page_hashes(self) -> tuple[bytes, ...]:
-        """Hash the full pages of the prompt without its last token, as the front end does."""
+        """Hash the full pages of the prompt without its last token."""
         pages_per_id = HASH_ID_TOKENS // PAGE_SIZE
         num_pages = min((self.prompt_len - 1) // PAGE_SIZE, len(self.hash_ids) * pages_per_id)
         return tuple(

@@ -40,13 +40,10 @@ class _Bend(NamedTuple):
     """Piecewise-linear part of a time, by names of PassCosts."""
 
     together: str
-    """Tokens from which on another one takes another time."""
+    """Position of the bend in tokens."""
     token_us: str
-    """Time of a token up to there."""
     more_us: str
-    """Additional time of each token beyond."""
     count: Callable[[PassFeatures], int]
-    """Counts the tokens."""
 
 
 _MORE_SAMPLED = _Bend(
@@ -61,7 +58,6 @@ _MORE_IN_DENSE = _Bend(
 _NUMBERS_TOGETHER = sorted({most << power for most in (2, 3) for power in range(9)})
 """Candidate positions of the bend; all are tried."""
 _LEAST_BEYOND = 3
-"""Passes beyond the bend, at least; fewer would overfit."""
 _ROUNDING = 1e-12
 """Smaller squared errors are zero."""
 _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
@@ -90,15 +86,13 @@ class MeasuredPass(NamedTuple):
 
     spans: tuple[Span, ...]
     layer_us: float
-    """Time of one layer; of one with experts, if some are dense."""
     sample_us: float
-    """Time of logits and sampling; 0 if nothing is sampled."""
     works: tuple[int, ...] = ()
     """For each span, the SamplerWork of its request; empty: all are greedy."""
     dense_us: float = 0.0
-    """Time of one dense layer, if some are."""
+    """None without dense layers."""
     stage_us: float | None = None
-    """Time of the stage besides its layers and sampling; None if that is not known."""
+    """Time besides layers and sampling; None if unknown."""
 
 
 class FitError(NamedTuple):
@@ -175,8 +169,6 @@ def fit_error(costs: PassCosts, passes: Sequence[MeasuredPass]) -> FitError:
 
 
 class _Fitted(NamedTuple):
-    """Constants by name, and the sum of their squared relative errors."""
-
     constants: dict[str, Any]
     squared: float
 
@@ -188,7 +180,7 @@ def _bent(
     found: Sequence[PassFeatures],
     us: Sequence[float],
 ) -> dict[str, Any]:
-    """Constants of a piecewise-linear time, memory-bound for few tokens and never falling.
+    """Fit a piecewise-linear time that never falls.
 
     numbers: candidate bends; the best fit may have none.
     """
@@ -210,7 +202,7 @@ def _constants(
     us: Sequence[float],
     more: Mapping[str, Callable[[PassFeatures], float]] | None = None,
 ) -> _Fitted:
-    """The constants; 0 for features that no pass has. more: features besides those of _FEATURE."""
+    """The constants; 0 for features that no pass has."""
     features = _FEATURE | dict(more or {})
     there = [name for name in names if any(map(features[name], found))]
     rows = [[features[name](each) for name in there] for each in found]

@@ -16,35 +16,30 @@ class PipelineOutcome:
 
     num_judged: int
     num_refused: int
-    """Refused requests are judged, and have missed."""
     attainment: float
-    """Share of the judged requests that met the SLO."""
     ttft_ms_mean: float
     ttft_ms_p99: float
     tpot_ms_mean: float
     tpot_ms_p99: float
     e2el_ms_mean: float
-    """From arrival to the last token."""
     e2el_ms_p99: float
     tokens_per_s: float
     """Generated tokens, over the whole run."""
     bubbles: tuple[dict[str, float], ...]
     """Idle share of each stage by cause, while a pass was in flight."""
     split: tuple[int, ...]
-    """The last layout."""
     num_frames: int
     num_passes: int
     num_preempted: int
     num_changes: int
     num_moved_layers: int
     moved_mb: float
-    """KV moved, ahead and at marks."""
     stall_ms: float
-    """Time that stages waited for KV of layers that they got, summed over stages."""
+    """Time that stages waited for moved KV, summed over stages."""
     mean_r: float
-    """Mean ratio of sampling to a layer over passes that sample, without the warm-up."""
+    """Mean ratio of sampling to a layer after the warm-up."""
     layer_error: float
-    """Mean relative error of the predicted layer time over all passes."""
+    """Mean relative error of the predicted layer time."""
     sampling_error: float
 
     @property

@@ -42,7 +42,6 @@ SPREAD = ("spread_sampling", "spread_sampling:passes", "spread_sampling:vocabula
 """Static layouts with lm_head on every stage: sampling is split by rows, by passes, or by
 vocabulary."""
 _NUM_MIXES = 300
-"""Passes to which the predictor is fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,7 @@ class PipelineTrial:
     slo: Slo = field(default_factory=Slo)
 
     def play(self, requests: Iterator[WorkloadRequest]) -> PipelineOutcome:
-        """Simulate all these requests to their ends.
-
-        Raises ValueError for unknown names and for a model that does not fit.
-        """
+        """Simulate all these requests to their ends; raises as PipelineSimulation does."""
         return PipelineSimulation(self).run(requests)
 
     def predicted_costs(self) -> PassCosts:
@@ -114,11 +110,8 @@ class PipelineTrial:
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that has not ended."""
-
     request: WorkloadRequest
     num_tokens: int = 0
-    """Generated."""
     first_us: float = 0.0
 
 
@@ -242,7 +235,7 @@ class PipelineSimulation:
     # --- passes
 
     def _plan(self) -> None:
-        """Send the events to the scheduler, and plan as many passes as may be in flight."""
+        """Plan as many passes as may be in flight."""
         while True:
             events, self._events = self._events, []
             plan = self.scheduler.plan_pass(events, int(self._heap.now_us))
@@ -281,7 +274,7 @@ class PipelineSimulation:
         self._stages.send(timed)
 
     def _shares_us(self, number: int, num_sampled: int) -> tuple[float, ...]:
-        """Sampling time of each stage for a pass if sampling is spread, else empty."""
+        """Sampling time per stage if it is spread, else empty."""
         costs, num_stages = self._costs, self.pipeline.num_stages
         all_us = costs.sample_us(num_sampled)
         match self._policy:

@@ -19,14 +19,12 @@ class TimedPass(NamedTuple):
 
     number: int
     after: int
-    """The first stage begins once it has the tokens up to this pass; -1: at once."""
+    """The pass whose tokens it needs; -1: none."""
     layer_us: float
     tail_us: float
-    """Sampling by the last stage."""
     shares_us: tuple[float, ...]
     """Sampling by each stage after the last layer; empty: the last stage samples."""
     hop_us: float
-    """From a stage to the next."""
 
 
 class EventHeap:
@@ -59,20 +57,16 @@ class SimulatedStage:
         """The layers that it has."""
         self.items: deque[TimedPass | LayerMoves] = deque()
         self.to_sample: deque[tuple[int, float]] = deque()
-        """(pass, us) that it has to sample."""
         self.num_hidden = 0
-        """Passes whose hidden rows have come."""
         self.expected: dict[int, int] = {}
-        """Layer -> KV transfers still to come; negative: they came before the announcement."""
+        """Layer -> KV transfers still to come; negative: early ones."""
         self.current: TimedPass | None = None
         self.next_layer = 0
         self.worked_us = 0.0
-        """Time spent on the current pass so far."""
         self.is_busy = False
         self.out_free_us = self.in_free_us = 0.0
-        """When its link is free to send and to receive."""
         self.num_parts = 0
-        """Parts of the newest layer moves still to send and receive."""
+        """Transfers left in the newest layer moves."""
         self.busy_us = 0.0
         self.idle_us = dict.fromkeys(CAUSES, 0.0)
 
@@ -99,10 +93,9 @@ class Stages:
     ) -> None:
         """split: layers of each stage. move_us: transfer time of so many frames' KV of a layer.
 
-        passed: called with a pass when all its tokens are known. moved: called with a stage and its
-        number of layer moves when its part is done. worked: called with a stage, a pass and its
-        time. slowness: slowdown factor by stage. is_fluid: each stage has an equal share of layers
-        and sampling, the bound of any layout.
+        passed: called with a completed pass. moved: called with a stage and its number of layer
+        moves. worked: called with a stage, a pass and its time. slowness: slowdown factor by stage.
+        is_fluid: equal shares of layers and sampling, the bound of any layout.
         """
         self._heap, self._move_us, self._is_fluid = heap, move_us, is_fluid
         self._passed, self._moved, self._worked = passed, moved, worked
@@ -112,11 +105,9 @@ class Stages:
             stage = SimulatedStage(index, sum(split[:index]), count, slowness.get(index, 1.0))
             self.stages.append(stage)
         self.num_done = 0
-        """Passes completed in order: the first stage has their tokens."""
         self._shares_left: dict[int, int] = {}
         self._done: set[int] = set()
         self.stall_us = 0.0
-        """Time that stages waited for KV."""
         self._counted_us = 0.0
 
     def send(self, item: TimedPass | LayerMoves) -> None:
@@ -146,7 +137,7 @@ class Stages:
     # --- one stage
 
     def _go_on(self, stage: SimulatedStage) -> None:
-        """Begin the next work, if the stage is free and has its inputs."""
+        """Begin the next work if its inputs are there."""
         while not stage.is_busy:
             if stage.current is not None:
                 if stage.expected.get(stage.next_layer, 0) > 0:

@@ -33,10 +33,7 @@ def write_trace(
 def trace_events(
     process: int, policy: str, timeline: TimelineRecorder, model: CostModel, shape: ModelShape
 ) -> Iterator[TraceEvent]:
-    """Yield the events of one run.
-
-    A sampled step is its window's first; a phase's time is the sum over layers.
-    """
+    """Yield the events of one run; a phase's time is the sum over layers."""
     yield _named("process_name", policy, pid=process)
     for instance in range(len(timeline.samples[0].frames_free) if timeline.samples else 0):
         yield _named("thread_name", f"instance {instance}", pid=process, tid=instance)

@@ -20,7 +20,6 @@ from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.values.plan import PAGE_SIZE
 
 Runs = Mapping[str, TimelineRecorder]
-"""By policy."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes and markers tell them
 # apart without colour.
@@ -54,9 +53,8 @@ LOOKS: Any = {  # Any: the type of its keys is a literal of every setting there 
 _NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:,g}%")
 _COLUMNS_PER_INCH = 15
-"""Characters of 8 points."""
 _LEGEND_CHARACTERS_PER_INCH, _CHARACTERS_OF_A_HANDLE = 13, 6
-"""Characters of 9 points, and the width of a handle in characters."""
+"""At 9 points."""
 _RELATIVE_MAX = 3.0
 """Loads above this times the mean look alike."""
 
@@ -64,9 +62,8 @@ _RELATIVE_MAX = 3.0
 def write_run_pictures(directory: Path, runs: Runs, about: str) -> list[Path]:
     """Write all figures of one run of each policy as PNG files; returns their paths.
 
-    about: the title above each picture.
-
-    Raises ValueError if no window began in the measured time, OSError if a file cannot be written.
+    about: a title. Raises ValueError if no window began in the measured time, OSError for an
+    unwritable file.
     """
     for policy, timeline in runs.items():
         if not timeline.samples:
@@ -355,7 +352,6 @@ def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Fi
 def _panels(
     num_rows: int, num_columns: int, width: float, height: float, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of num_rows x num_columns panels, each width x height inches."""
     figure = Figure(
         figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained"
     )
@@ -369,7 +365,7 @@ def _panels(
 
 
 def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
-    """A legend above the panels, at most as wide as the figure."""
+    """A legend above the panels."""
     handles, labels = axes.get_legend_handles_labels()
     room = _LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
     ncols = int(room // (max(map(len, labels)) + _CHARACTERS_OF_A_HANDLE))
@@ -378,7 +374,7 @@ def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
 
 
 def _grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of `num` like panels: in one row, or in rows of two if there are more than three."""
+    """A figure of `num` like panels, in rows of two if there are more than three."""
     num_columns = num if num <= 3 else 2
     figure, panels = _panels(-(-num // num_columns), num_columns, width, height, **shared)
     for panel in panels[num:]:

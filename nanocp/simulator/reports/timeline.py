@@ -11,7 +11,6 @@ from nanocp.simulator.outcome import Recorder, Run
 from nanocp.values.plan import PAGE_SIZE, InstanceLoad, Placement
 
 NUM_SAMPLES = 120
-"""Most samples of the measured time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,16 @@ class Sample:
     """Pages of the prompt that has waited longest; 0 if none waits."""
     num_placed: int
     num_with_cp: int
-    """Requests placed with a CP degree above 1."""
     plan_us: float
-    """CPU time of the scheduler a window, mean since the sample before."""
 
     @property
     def cp_share(self) -> float:
-        """Requests with CP, as a share of the placed."""
+        """Share of placed requests with CP."""
         return self.num_with_cp / max(self.num_placed, 1)
 
     @property
     def plan_share(self) -> float:
-        """The scheduler's time, as a share of the window's simulated time."""
+        """Scheduler CPU time over simulated time."""
         return self.plan_us / (self.step.step_us * self.num_steps)
 
     def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
@@ -58,7 +55,6 @@ class RequestTimes:
     first_token_us: int | None = None
     ended_us: int | None = None
     cp_degree: int = 0
-    """The highest it had."""
     is_refused: bool = False
 
 
@@ -69,7 +65,6 @@ class TimelineRecorder(Recorder):
         super().__init__(run)
         self.samples: list[Sample] = []
         self.requests: dict[int, RequestTimes] = {}
-        """By request id, in order of arrival."""
         self._next_sample_us = run.warm_up_us
         self._plan_ns_before = self._num_windows_before = 0
 
