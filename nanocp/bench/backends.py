@@ -29,9 +29,9 @@ class TokenMessage(NamedTuple):
     size: int
     """Characters; 0: it may be a token without text yet."""
     tokens: int | None = None
-    """Number of tokens, if the message says it."""
+    """None: the message does not say."""
     total: int | None = None
-    """Tokens of the answer so far, if the message says it."""
+    """Tokens of the answer so far; None: the message does not say."""
 
 
 @dataclass(slots=True)
@@ -42,22 +42,19 @@ class RequestOutput:
     start_s: float
     success: bool = False
     output_len: int = 0
-    """Tokens of the output."""
     text: str = ""
     latency_s: float = 0.0
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
-    """Times from message to message; a message may bring several tokens."""
+    """Times between messages."""
     tokens: list[float] = field(default_factory=list)
-    """Tokens of each message; a share of output_len where messages do not say."""
+    """Tokens of each message, maybe estimated."""
     client_queue_s: float = 0.0
-    """Time in the client's queue (--max-concurrency)."""
     error: str = ""
     is_whole: bool = False
-    """The service has marked the end, by a finish reason or otherwise."""
+    """The service has marked the end."""
     messages: list[TokenMessage] = field(default_factory=list)
     has_usage: bool = False
-    """A message has given the number of tokens."""
 
     def end(self) -> None:
         """Note that the request is complete; like vLLM, count to the last message with tokens."""
@@ -80,10 +77,7 @@ class RequestOutput:
         self.success = not self.error
 
     def _with_tokens(self) -> list[TokenMessage]:
-        """The messages that brought tokens.
-
-        Messages without text count if none has text, or between others if output_len says so.
-        """
+        """The messages that brought tokens, maybe without text."""
         sized = [number for number, message in enumerate(self.messages) if message.size]
         if not sized:
             return self.messages
@@ -240,7 +234,6 @@ class OpenAIBackend(Backend):
         return {"messages": messages, "max_completion_tokens": request.output_len}
 
     async def _take_all(self, response: aiohttp.ClientResponse, output: RequestOutput) -> None:
-        """Note every event. Raises any error of an unexpected answer."""
         events = Events()
         async for event in events.of(response.content):
             if event is None:
@@ -256,7 +249,6 @@ class OpenAIBackend(Backend):
             output.error = f"the answer, of type {response.content_type}, is no stream: {said}"
 
     def _take(self, event: dict[str, Any], output: RequestOutput) -> None:
-        """Note one event."""
         total, before = None, output.output_len
         if usage := event.get("usage"):
             total = output.output_len = _count(usage.get("completion_tokens"))
@@ -280,14 +272,14 @@ class OpenAIBackend(Backend):
 
 
 def _count(value: Any) -> int:
-    """A number of tokens that a server has counted. Raises ValueError for anything else."""
+    """A server's token count; raises ValueError for anything else."""
     if not isinstance(value or 0, int) or not 0 <= (value or 0) < 1 << 53:
         raise ValueError(f"usage has {str(value)[:40]} tokens")
     return value or 0
 
 
 def _num_tokens(choice: Mapping[str, Any]) -> int | None:
-    """Tokens that a choice says it brings; None: it does not say."""
+    """Tokens that a choice says it brings, or None."""
     logprobs = choice.get("logprobs") or {}
     for named in (choice.get("token_ids"), logprobs.get("tokens"), logprobs.get("content")):
         if named:
@@ -296,7 +288,7 @@ def _num_tokens(choice: Mapping[str, Any]) -> int | None:
 
 
 def _text(value: Any) -> str:
-    """All text of a delta: content, reasoning, a refusal, names and arguments of calls, others."""
+    """All text of a delta, also reasoning, refusals and calls."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

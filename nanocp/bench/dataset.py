@@ -35,9 +35,8 @@ class SampleRequest:
     prompt_len: int
     """Tokens."""
     output_len: int
-    """Tokens to ask for."""
     at_s: float | None = None
-    """Seconds after the first request; None: the rate decides."""
+    """From the first request; None: the rate decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ def _custom(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
 def _sharegpt_shaped(
     options: DatasetOptions, random: Random, tokenizer: Any
 ) -> Iterator[SampleRequest]:
-    """Lengths of ShareGPT-4o (Table 1 of the paper), without its texts."""
+    """Lengths of ShareGPT-4o (Table 1 of the paper)."""
     for _ in range(options.num_prompts):
         num_tokens = max(1, round(draw_len(random, SHORT_LENGTHS) * options.length_scale))
         output_len = options.output_len or draw_output_len(random)
@@ -226,7 +225,7 @@ def _trace(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[
 
 
 def _ids(count: int, random: Random, options: DatasetOptions, tokenizer: Any) -> tuple[int, ...]:
-    """`count` random ids, which with a tokenizer survive decoding and encoding, or nearly so."""
+    """`count` random ids that survive decoding and encoding, or nearly so."""
     # The first ids of a vocabulary are its special tokens, the last ones often have no text.
     high = options.random_vocab_size if tokenizer is None else int(tokenizer.get_vocab_size() * 0.9)
     ids = random.choices(range(min(3, high - 1), high), k=count)

@@ -49,8 +49,8 @@ async def send_all(
 ) -> tuple[list[RequestOutput], float]:
     """Send each request at its time, at most max_concurrency at once.
 
-    Returns the outputs in order of sending and the total seconds. `ended` is called after each
-    request. A cancelled call returns the ended requests, if there are any.
+    Returns the outputs in order of sending and the total seconds, of the ended requests if
+    cancelled. `ended` is called after each request.
     """
     room = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began_s = time.perf_counter()

@@ -1,7 +1,7 @@
 """Names that `nanocp bench serve` offers; options list them without heavy imports."""
 
 BACKENDS = ("openai", "openai-chat", "vllm", "grpc")
-"""`vllm` is `openai` under vLLM's name."""
+"""`vllm` is `openai`."""
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "mooncake", "azure")
 OTHER_DATASETS = {
     "sonnet": "give random with --random-prefix-len, or custom with a file of prompts",
@@ -16,7 +16,6 @@ OTHER_DATASETS = {
 GO_ON = ("random", "prefix_repetition")
 """Datasets of random prompts: outputs ignore the end of sequence."""
 TRACES = ("mooncake", "azure")
-"""Datasets whose requests have their own times."""
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -30,4 +29,3 @@ METRICS = {
 }
 """--percentile-metrics: (short name, header)."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-"""Metrics that --goodput may bound."""

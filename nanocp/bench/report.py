@@ -12,7 +12,6 @@ from nanocp.bench.backends import RequestOutput
 from nanocp.bench.names import METRICS
 
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-"""Keys of the JSON that --save-detailed keeps."""
 
 
 def tpot_s(output: RequestOutput) -> float:

@@ -88,12 +88,11 @@ class Chunk:
     finish: Finish | None
     """Set in the choice's last chunk only."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of token_ids, if the request asks for them."""
+    """One for each of token_ids, if requested."""
     index: int = 0
     """The choice, from 0 to n - 1."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each prompt token but the first, if the request asks for them, in order and before
-    any output token."""
+    """One for each prompt token but the first, if requested, before any output token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +112,8 @@ class Generation:
 
     request_id: str
     choices: tuple[Generated, ...]
-    """n of them, by index."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
-    """One for each prompt token but the first, if the request asks for them."""
+    """One for each prompt token but the first, if requested."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,9 @@ from nanocp.client.messages import Chunk, RequestOptions, chunk_of, request_mess
 from nanocp.wire.v1 import inference_pb2 as pb
 
 RESUME_TIMEOUT_S = 30.0
-"""Time for a service to replace a front end or an instance, a few seconds each."""
+"""A service replaces a front end or an instance in seconds."""
 
 _REQUEST_ID_METADATA = "x-request-id"
-"""Set by a front end that has accepted the request."""
 _FIRST_PAUSE_S = 0.1
 _MAX_DOUBLINGS = 4
 """A pause is at most 1.6 s."""
@@ -57,13 +56,12 @@ class Resumption:
         self._resume_timeout_s = resume_timeout_s
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_failures = 0
-        """Failed calls since the latest response."""
+        """Since the latest response."""
         self._failing_since_s = 0.0
         self._attempt = 0
         self._output_ids: dict[int, list[int]] = {
             index: [] for index in range(request.sampling.n or 1)
         }
-        """Tokens of each choice that has not ended."""
         self._num_prompt_logprobs = 0
         self._num_repeated = 0
         """Prompt log probabilities that the present call repeats."""

@@ -30,8 +30,8 @@ from nanocp.wire.v1 import inference_pb2 as pb
 class Chunks:
     """An iterator over the chunks of one request, as they arrive.
 
-    It ends when each choice has had its `finish`. If its endpoint is lost, it resumes at the next
-    one. Iterating raises ServiceError if the request fails.
+    It ends when each choice has had its `finish`, and resumes at another endpoint if its own is
+    lost. Iterating raises ServiceError if the request fails.
     """
 
     def __init__(self, endpoints: Endpoints, resumption: Resumption) -> None:
@@ -90,10 +90,8 @@ class Client:
         """target: host:port, or several; api_key: for a service that requires one.
 
         tls: encrypts the connection. ca: a file of trusted certificates in place of the system's;
-        it implies tls. With several targets a request resumes at the next one when its own is lost,
-        for at most resume_timeout_s without a new token.
-
-        Nothing is sent before the first call.
+        implies tls. With several targets a request resumes at the next one, for at most
+        resume_timeout_s without a new token. Nothing is sent before the first call.
         """
         self._endpoints = Endpoints(target, api_key, tls, ca, grpc)
         self._resume_timeout_s = resume_timeout_s
@@ -101,8 +99,8 @@ class Client:
     def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Chunks:
         """Start decoding one prompt, a text or token ids, and return its chunks as they arrive.
 
-        Raises ValueError, naming it, if the prompt or an option cannot be sent; iterating raises
-        ServiceError if the request fails.
+        Raises ValueError, naming it, for an invalid prompt or option; iterating raises ServiceError
+        if the request fails.
         """
         return Chunks(self._endpoints, self._resumption(prompt, options))
 

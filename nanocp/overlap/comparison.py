@@ -21,8 +21,7 @@ class Comparison(NamedTuple):
     paper: str
     here: str
     holds: bool | None
-    """Whether they differ by no more than the tolerance. None: not judged, for lack of a number in
-    the paper or as a second reading."""
+    """Whether they differ by no more than the tolerance. None: not judged."""
 
 
 def compare() -> list[Comparison]:

@@ -17,8 +17,8 @@ def dense_layer(
 ) -> tuple[Operation, ...]:
     """One layer of an iteration, from the microseconds of each line of Table 2.
 
-    resources: of lines not bound by compute. Each further nano-operation costs a dense operation
-    `nano_batching_cost` of its time again, and a memory-bound one all of it.
+    resources: of lines not bound by compute. Each further nano-operation repeats
+    `nano_batching_cost` of a dense operation's time, all of a memory-bound one's.
     """
 
     def dense(name: str, *needs: str) -> Operation:

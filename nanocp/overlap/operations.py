@@ -16,13 +16,13 @@ class Operation:
     resource: str
     """Its bottleneck: compute, memory or network."""
     us: float
-    """Microseconds on the whole batch, alone on the GPU."""
+    """On the whole batch, alone on the GPU."""
     fixed_us: float
-    """Microseconds of it that every nano-operation pays again, whatever its share of the batch."""
+    """Time that every nano-operation repeats."""
     needs: tuple[str, ...] = ()
-    """Operations of the same layer whose outputs it reads."""
+    """Inputs from the same layer."""
     needs_before: tuple[str, ...] = ()
-    """Operations of the layer before whose outputs it reads."""
+    """Inputs from the layer before."""
 
 
 def without_empty(operations: Sequence[Operation]) -> tuple[Operation, ...]:
@@ -54,7 +54,6 @@ class NanoOperation(NamedTuple):
 
     @property
     def us(self) -> float:
-        """Microseconds alone on the GPU."""
         whole = self.operation
         return whole.fixed_us + (whole.us - whole.fixed_us) * (self.end - self.begin)
 

@@ -25,23 +25,22 @@ class SplitFunc:
 
 
 Rule = SplitModule | SplitFunc
-"""A cut of the model. Code between two cuts is an operator with an empty tag.
-`nanocp.overlap.engine.partition.mark` cuts in the model's own code."""
+"""A cut of the model. Code between cuts is an operator with an empty tag."""
 
 
 class Op(NamedTuple):
     """One operator on one micro-batch."""
 
     number: int
-    """Place in the model's program, from 0; the same in every micro-batch."""
+    """Place in the program, from 0; equal in every micro-batch."""
     tag: str
     """The tag of its rule; empty between cuts."""
     micro_batch: int
 
 
 Fused = Callable[..., Sequence[Sequence[Any]]]
-"""Runs several operators at once: takes one tuple of inputs for each, and returns one sequence of
-outputs each."""
+"""Runs several operators at once: takes a tuple of inputs for each, returns a sequence of outputs
+each."""
 
 
 class Ops(Protocol):

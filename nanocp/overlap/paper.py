@@ -56,7 +56,6 @@ TABLE_2 = (
     Line("Net", 18.8, 75.2, 75.2, 0.01, 4.70, 31.33, 47.92),
 )
 MEASURED_US = {line.name: 1e3 * line.measured_ms / LLAMA_2_70B.num_layers for line in TABLE_2}
-"""Microseconds of each operation in one layer."""
 
 PEAK_GFLOP_PER_S = 280_000
 """CUTLASS on an A100 (3.5)."""
@@ -70,15 +69,14 @@ TABLE_3 = Interference(
 """Table 3, with decode attention's 0.8 at 0.4 (4.1.4); between them lines are straight."""
 
 NANO_BATCHING_COST_OF_THROUGHPUT = 0.24
-"""Those 13.2% read as throughput: dense operations then take 1.24 times as long."""
+"""Those 13.2% read as throughput: dense operations take 1.24 times as long."""
 ABLATION = {"network": 1.07, "network and memory": 1.17}
-"""Gain over sequential operations when only the network overlaps, and when memory does too."""
+"""Gain over sequential operations with network overlap, and with memory overlap too."""
 
 
 def layer(nano_batching_cost: float = NANO_BATCHING_COST) -> tuple[Operation, ...]:
     """One layer of Table 2's iteration, by its measured times, as a graph of operations.
 
-    nano_batching_cost: time share that a dense operation pays again for every further
-    nano-operation.
+    nano_batching_cost: repeated share of a dense operation's time.
     """
     return dense_layer(MEASURED_US, {}, nano_batching_cost)

@@ -13,17 +13,15 @@ from nanocp.overlap.interference import Interference
 from nanocp.overlap.schedule import Schedule, duration_us
 
 _SLACK = 1e-3
-"""Tolerance of end before start, as a share of a period."""
+"""Tolerance as a share of a period."""
 _FEW, _MANY = 4, 8
-"""Numbers of layers played; further ones are extrapolated."""
+"""Layers played; further ones are extrapolated."""
 
 
 class _After(NamedTuple):
-    """A predecessor of a nano-operation."""
-
     earlier: int
     layers_before: int
-    """Distance in layers to the predecessor, negative for a later layer."""
+    """Layers between; negative for a later layer."""
 
 
 class Order:

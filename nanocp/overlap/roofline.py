@@ -17,7 +17,7 @@ class Gpu:
     mem_gb: float
     mem_gb_per_s: float
     net_gb_per_s: float
-    """Both directions together."""
+    """Both directions."""
     fp16_gflop_per_s: float
 
 
@@ -59,9 +59,7 @@ MODELS = (
     DenseModel("LLaMA-3 70B", 8192, 80, 28_672, 8, 128, 70e9),
     DenseModel("Qwen2 72B", 8192, 80, 29_568, 8, 128, 72e9),
 )
-"""The dense models of NanoFlow's Figure 3."""
 _BYTES = 2
-"""Bytes of a weight and of an activation."""
 
 
 class Demand(NamedTuple):
@@ -122,8 +120,8 @@ def kv_gb(model: DenseModel, requests: Requests, batch: int) -> float:
 def demands(model: DenseModel, requests: Requests, batch: int, num_gpus: int) -> list[Demand]:
     """Demand of each operation in a steady iteration of `batch` tokens (Table 2).
 
-    A decoded token attends to the prompt and half of the output; a prompt's token to the whole
-    prompt, as in the paper.
+    A decoded token attends to the prompt and half of the output, a prompt's token to the whole
+    prompt.
     """
     layers, hidden = model.num_layers, model.hidden_size
     num_decoded = batch * requests.decode_share

@@ -19,7 +19,7 @@ from nanocp.overlap.operations import NanoOperation, Operation, waits
 
 VERSION = 1
 _TOLERANCE = 1e-4
-"""Rounding tolerance of solvers, as a share of a period."""
+"""Solvers' rounding, as a share of a period."""
 
 
 class Slot(NamedTuple):
@@ -27,9 +27,9 @@ class Slot(NamedTuple):
 
     nano: NanoOperation
     start_us: float
-    """After the first start of its layer; it may be later than one period."""
+    """From the first start of its layer, maybe more than a period."""
     share: float
-    """R: its part of the GPU, 0 to 1."""
+    """R, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,14 @@ class Schedule:
     """One layer's nano-operations in time."""
 
     period_us: float
-    """From one layer to the next."""
     slots: tuple[Slot, ...]
 
 
 def violations(schedule: Schedule, interference: Interference) -> Iterator[str]:
     """Sentences about every law that the schedule breaks; none if it is valid.
 
-    Durations follow from shares, dependencies end before starts, one resource runs one
-    nano-operation at a time, and concurrent shares add up to 1 at most.
+    Durations follow from shares, dependencies end before starts, a resource runs one nano-operation
+    at a time, and shares add up to 1 at most.
     """
     period, slots = schedule.period_us, schedule.slots
     slack = _TOLERANCE * period

@@ -22,14 +22,12 @@ from nanocp.overlap.operations import NanoOperation, Operation, cut, waits
 from nanocp.overlap.schedule import Schedule, Slot, violations
 
 _GRID = 20
-"""Parts of the GPU are multiples of 1 / _GRID."""
 _MAX_LAYERS_APART = 3
-"""Nano-operations of one period belong to this many neighbouring layers, at most."""
+"""Most neighbouring layers in one period."""
 _SOLVE_S = 8.0
-"""Time limit of one program."""
 _HALVES = (0.5,)
 _STRETCHES = tuple(product((1.0, 1.3, 1.6), (1.0, 2.0, 1.5, 2.5)))
-"""Assumed slowdowns of (memory-bound, network-bound) operations in stage I."""
+"""Slowdowns of (memory-bound, network-bound) operations in stage I."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class BestSchedule:
     """Lower bound of any schedule of two nano-operations each."""
     schedule: Schedule
     structure_us: float
-    """Stage I's period for this schedule, without interference."""
+    """Stage I's period."""
     sequential_us: float
 
     @property
@@ -116,9 +114,9 @@ def fluid_bound(
     interference: Interference,
     overlapping: Sequence[str] = RESOURCES,
 ) -> float:
-    """The shortest time for that much work of each resource, if it could be mixed at will.
+    """The shortest time for that much work of each resource, mixed at will.
 
-    A linear program over all divisions of the GPU. Resources that are not `overlapping` run alone.
+    A linear program over divisions of the GPU. Resources that are not `overlapping` run alone.
     """
     alone_us = sum(us for resource, us in work_us.items() if resource not in overlapping)
     program = _Program()
@@ -170,9 +168,9 @@ def _structure(
 def _starts(
     nano: Sequence[NanoOperation], lengths: Sequence[float], period: float
 ) -> tuple[float, ...] | None:
-    """Starts that keep dependencies and never run two of one resource; None if none are found.
+    """Starts that keep dependencies and never run two of one resource, or None.
 
-    Consecutive nano-operations of one resource belong to layers that are `apart` from each other.
+    Consecutive nano-operations of one resource are `apart` layers from each other.
     """
     program = _Program()
     starts = [program.at_least_0(_MAX_LAYERS_APART * period) for _ in nano]
@@ -197,7 +195,7 @@ def _divide_gpu(
 ) -> Schedule | None:
     """Stage II: in the same order each nano-operation gets a constant share of the GPU.
 
-    A phase is the time between two neighbouring starts or ends; its shares add up to 1 at most.
+    In a phase, between two neighbouring starts or ends, shares add up to 1 at most.
     """
     phases = _phases(structure)
     program = _Program()
@@ -256,7 +254,6 @@ def _phases(structure: _Structure) -> list[set[int]]:
 
 @contextmanager
 def _without_banner() -> Iterator[None]:
-    """Hide the banner that the first solver prints."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

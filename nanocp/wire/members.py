@@ -46,13 +46,13 @@ from nanocp.values.sampling import TokenBatch
 from nanocp.wire.codec import Codec
 
 VERSION = 4
-"""Increased with every change of a message but a new dataclass field with a default. A process of
-another version finds no such service, so a rolling upgrade to it is refused."""
+"""Increased with every change of a message but a new dataclass field with a default. Other versions
+find no such service, so a rolling upgrade to them is refused."""
 CONTROLLER = f"nanocp.v{VERSION}.Controller"
 """The service that members dial. Each method is one stream as long as the member runs."""
 TOKEN_SINK = f"nanocp.v{VERSION}.TokenSink"
-"""The front end's service that members dial. `Deliver` is one stream from each instance, and from
-the prefill."""
+"""The front end's service that members dial. `Deliver` is one stream from each instance and the
+prefill."""
 
 
 class Opened(NamedTuple):
@@ -69,7 +69,6 @@ class FromStream(NamedTuple):
     """The node counts its streams from 1."""
     opened: Opened | None = None
     message: bytes | None = None
-    """An encoded message of an instance."""
 
 
 class FromNode(NamedTuple):
@@ -83,12 +82,10 @@ class ToStream(NamedTuple):
 
     stream: int
     message: bytes | None = None
-    """An encoded message for an instance. None: the stream has ended."""
+    """None: the stream has ended."""
 
 
 class ToNode(NamedTuple):
-    """A batch of messages."""
-
     items: tuple[ToStream, ...] = ()
 
 
@@ -96,7 +93,7 @@ FROM_INSTANCE = Codec(
     Hello, Loading, Beat, Ready, Left, Suspect, Failure, WindowDone, TransferDone, TransferFenced,
     TransferMissed, LayersMoved, Resync, TokensLost,
 )  # fmt: skip
-"""Hello comes once the model is loaded; only Loading and Failure come before it."""
+"""Before Hello come only Loading and Failure."""
 TO_INSTANCE = Codec(
     Join, InstancePlan, ExpectPages, SendPages, RefusePages, Stow, Fetch, PassPlan, LayerMoves,
     StagePrompt, Leave, Shutdown,

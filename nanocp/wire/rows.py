@@ -57,7 +57,6 @@ def max_hand_off_bytes(max_model_len: int) -> int:
 
 
 def _largest_without_tokens() -> int:
-    """Bytes of the largest state without the tokens of its prompt, output and page."""
     numbers: dict[str, Any] = {
         name: _LARGEST_ID if kind is int else 1.0 for name, kind in _NUMBERS.items()
     }
@@ -81,7 +80,7 @@ def _largest_without_tokens() -> int:
 
 
 def _canonical(row: RowInput) -> RowInput:
-    """The row with equal numbers in one type, so that equal values give equal bytes."""
+    """The row with equal numbers in one type, for deterministic bytes."""
     assert len(row.front_end.encode()) <= MAX_FRONT_END_BYTES, (
         f"front_end {row.front_end!r} is not a host:port"
     )

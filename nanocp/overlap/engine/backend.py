@@ -29,10 +29,9 @@ def overlap_backend(
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Make a backend of torch.compile that runs operators in the order of a policy.
 
-    The batch is the dynamic first dimension of the inputs (`torch._dynamo.mark_dynamic`); `overlap`
-    marks it. A graph that cannot be split safely runs in program order, with a warning. `built`
-    gets the engine of every other graph. inductor: compile operators, and graphs that run whole;
-    merging then copies.
+    The batch is the first dimension that `overlap` marks as dynamic (`torch._dynamo.mark_dynamic`).
+    An unsafe graph runs in program order, with a warning. `built` gets the engine of every other
+    graph. inductor: compile operators, and graphs that run whole; merging then copies.
     """
 
     def whole_of(graph: GraphModule) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ def overlap(
     """Compile a model so that its operators run in the order of a policy.
 
     The batch is the first dimension of the first input tensor, and of every other of that length,
-    also in lists, dictionaries and plain objects such as a cache. inductor: see overlap_backend.
+    also inside containers and plain objects. inductor: see overlap_backend.
     """
     made = torch.compile(model, backend=overlap_backend(policy, built, inductor))
 
@@ -76,7 +75,6 @@ def overlap(
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor with a dimension in a model's arguments, in order."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim():

@@ -48,9 +48,8 @@ class BatchSymbol:
 
     symbol: sympy.Symbol
     same: Mapping[sympy.Symbol, sympy.Symbol]
-    """Symbols of all inputs that have as many rows, each with `symbol`."""
+    """Equal symbols of other inputs, each with `symbol`."""
     inputs: frozenset[str]
-    """Names of inputs: one for each of these symbols."""
 
     def kind(self, node: Node) -> Kind:
         """The kind of the node's value. Raises CannotSplit."""

@@ -17,7 +17,7 @@ _TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
-"""Largest rounding difference, as a share of a value and of `_scale`; other types must be equal."""
+"""Largest rounding difference, as a share of a value and of `_scale`."""
 _MOST_SAMPLED = 2**20
 
 
@@ -63,7 +63,7 @@ def difference(result: Any, expected: Any) -> str:
 
 
 def _scale(values: Tensor) -> float:
-    """The 90th percentile of distinct magnitudes, so that masks' large values do not count."""
+    """The 90th percentile of distinct magnitudes, without large mask values."""
     sampled = values.abs().flatten()[:: 1 + values.numel() // _MOST_SAMPLED]
     distinct = torch.unique(sampled[sampled.isfinite()])
     return float(distinct[len(distinct) * 9 // 10]) if len(distinct) else 0.0

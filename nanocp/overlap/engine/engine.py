@@ -40,7 +40,7 @@ class OverlapEngine:
         makes streams for the device of the inputs.
         """
         self.recordings: dict[int, Recording | None] = {}
-        """By batch size; None: program order on the whole batch, nothing is fused."""
+        """By batch size; None: program order."""
         self.num_copied_bytes = 0
         self.program = program
         self._batch, *self._others = program.batch
@@ -75,7 +75,7 @@ class OverlapEngine:
         return self._whole(*inputs)
 
     def _record(self, inputs: Sequence[Any], batch_size: int) -> Recording | None:
-        """Record the policy for a batch size; None if a comparison with the whole batch fails."""
+        """Record the policy; None if its results differ from the whole batch's."""
         recording = record(self.program, self._policy, batch_size)
         if recording is None:
             return None
@@ -136,7 +136,6 @@ class Forward:
         self._recording = recording
         self._writers = writers
         self._merged_tensors: dict[int, torch.Tensor] = {}
-        """Merged value -> its tensor for the whole batch."""
         self._values: list[list[Any]] = []
         begin = 0
         for size in recording.sizes:
@@ -226,7 +225,7 @@ class Forward:
         return torch.fx.node.map_aggregate(self._program.outputs, whole)
 
     def _part(self, number: int, value: Any, begin: int, size: int) -> Any:
-        """A micro-batch's part of a value: a view, or a copy if the model writes to it."""
+        """A micro-batch's part of a value: a view, or a copy if it is written."""
         kind = self._program.kinds[number]
         if isinstance(kind, Size):
             return kind.of(size)
@@ -238,7 +237,7 @@ class Forward:
         return value
 
     def _together(self, number: int, parts: Sequence[Any], size: int) -> Any:
-        """A value of `size` rows, from its parts: a tensor is copied unless they are neighbours."""
+        """A value of `size` rows, copied from its parts unless they are neighbours."""
         kind = self._program.kinds[number]
         if isinstance(kind, Size):
             return kind.of(size)
@@ -260,7 +259,6 @@ class Forward:
         return made if operator.is_tuple else (made,)
 
     def _call_part(self, op: Op) -> Sequence[Any]:
-        """Run an operator on one micro-batch; merged outputs go into their tensor."""
         operator, inputs = self._program.operators[op.number], self._read(op)
         merged = self._recording.merged
         found, written = self._writers.of(op.number, merged), None
@@ -279,7 +277,7 @@ class Forward:
         return outputs
 
     def _place(self, number: int, op: Op, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the tensor that holds a merged value of the whole batch."""
+        """The micro-batch's part of a merged tensor."""
         kind = self._program.kinds[number]
         assert isinstance(kind, Cut)
         sizes = self._recording.sizes
@@ -297,7 +295,7 @@ class Forward:
             values[number] = output
 
     def _run_merged(self, ops: Sequence[Op]) -> None:
-        """Run the same operator of neighbouring micro-batches once, on all of their rows."""
+        """Run an operator once on the rows of neighbouring micro-batches."""
         ops = sorted(ops, key=lambda op: op.micro_batch)
         number, sizes = ops[0].number, [self._recording.sizes[op.micro_batch] for op in ops]
         operator = self._program.operators[number]

@@ -29,7 +29,7 @@ def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place)
 
 
 def _into(function: Any) -> Callable[[Tensor, Tensor, Place], Tensor]:
-    """Make of `torch.add`, or another function of two like tensors, one that writes to `place`."""
+    """A version of a function such as `torch.add` that writes to `place`."""
 
     def into(one: Tensor, other: Tensor, place: Place) -> Tensor:
         shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
@@ -46,8 +46,8 @@ _INTO |= dict.fromkeys((operator.mul, torch.mul), _into(torch.mul))
 def writer(module: nn.Module, place: int | None) -> GraphModule | None:
     """The module with one more input, the `Place` that output number `place` is written to.
 
-    place: None if the module returns that output alone. Returns None if the producing step cannot
-    write to given memory, if the output is read again, or if the module was compiled.
+    place: None for a single output. Returns None if the step cannot write there, if the output is
+    read again, or if the module was compiled.
     """
     if not isinstance(module, GraphModule):
         return None
@@ -85,7 +85,6 @@ class Writers:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._made: dict[tuple[int, Set[int]], tuple[int, GraphModule] | None] = {}
-        """By operator and its merged outputs: batch sizes may merge different ones."""
 
     def of(self, number: int, merged: Set[int]) -> tuple[int, GraphModule] | None:
         """(the output's place, the operator that writes it), or None if there is none."""

@@ -36,11 +36,9 @@ class Operator:
     module: nn.Module
     """A GraphModule, or its compiled form."""
     inputs: tuple[int, ...]
-    """Values that it reads, by number."""
+    """Numbers of values."""
     outputs: tuple[int, ...]
-    """Values that it makes."""
     is_tuple: bool
-    """It returns a tuple, of one or several outputs."""
     after: tuple[int, ...]
     """Earlier operators with conflicting memory accesses."""
 
@@ -51,22 +49,18 @@ class Program:
 
     operators: tuple[Operator, ...]
     kinds: tuple[Kind, ...]
-    """By value."""
     num_inputs: int
     outputs: Any
-    """The model's outputs: `Value`s, constants, tuples and lists of them."""
+    """`Value`s, constants, tuples and lists of them."""
     written: frozenset[int]
-    """Inputs that the model writes to in place."""
     mutated: frozenset[int]
-    """Of these, shared ones: each micro-batch gets a copy."""
+    """Shared inputs that the model writes to: each micro-batch gets a copy."""
     batch: tuple[tuple[int, Cut], ...]
-    """Inputs that have the batch, and how its size is read from each."""
+    """Inputs with the batch, and how to read its size."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value's place in the model's outputs."""
-
     number: int
 
 
@@ -84,7 +78,6 @@ def partition(graph: GraphModule, rules: Sequence[Rule], given: Sequence[Any]) -
     kinds: list[Kind] = []
 
     def number(node: Node, made_by: Node | None = None) -> int:
-        """The value's number; a new one is of the kind of the node that makes it."""
         if node.name not in numbers:
             numbers[node.name] = len(kinds)
             kinds.append(batch.kind(made_by or node))
@@ -128,10 +121,7 @@ def partition(graph: GraphModule, rules: Sequence[Rule], given: Sequence[Any]) -
 
 
 def _written(graph: GraphModule, writes: Mapping[Node, Sequence[Node]]) -> set[str]:
-    """Names of inputs that are written to in place.
-
-    Raises CannotSplit for a tensor of the model's own that the graph holds.
-    """
+    """Inputs that are written in place; raises CannotSplit for written parameters."""
     writer_of = {storage_of(each): node for node in writes for each in writes[node]}
     for node in graph.graph.find_nodes(op="get_attr"):
         if writer := writer_of.get(storage_of(node)):
@@ -160,7 +150,7 @@ def _after(
 
 
 def _segments(graph: GraphModule, rules: Sequence[Rule]) -> tuple[dict[Node, int], list[str]]:
-    """The operator of every node, and their tags: a new one begins where the match changes."""
+    """The operator of every node, and the operators' tags."""
     segment_of: dict[Node, int] = {}
     tags: list[str] = []
     last: Any = ()
@@ -176,7 +166,6 @@ def _segments(graph: GraphModule, rules: Sequence[Rule]) -> tuple[dict[Node, int
 
 
 def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
-    """The rule that matches the node, and its tag."""
     if marked := (node.meta.get("custom") or {}).get(_MARK):
         return ("mark", marked), marked
     called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -28,17 +28,15 @@ class _Kind(IntEnum):
     """Row dependence of a value; the largest of a node's inputs decides."""
 
     SHARED = 0
-    """It does not depend on the rows."""
     SIZE = 1
-    """A number that follows from the number of rows."""
+    """Follows from the number of rows."""
     ROWS = 2
     """Each row follows from that row alone."""
     WOVEN = 3
-    """Rows of which each is in several places of one dimension."""
+    """Rows at several places of one dimension."""
     MOVED = 4
-    """Rows, in another order."""
     ORDER = 5
-    """Integers: numbers of rows, or counts of them."""
+    """Row numbers or counts."""
 
 
 _OF_ROWS = (_Kind.ROWS, _Kind.WOVEN, _Kind.MOVED)
@@ -51,7 +49,7 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.saved: list[tuple[Tensor, Tensor]] = []
-        """Shared tensors that were written to, each with its earlier content."""
+        """Shared tensors that were written, with their earlier content."""
         self.has_read_number = False
         self.shared: set[int] = set()
         """Memory that a node with rows may not write to."""
@@ -88,9 +86,9 @@ def prove(
 ) -> dict[Node, list[Node]]:
     """Every node that writes in place, with its targets. Raises CannotSplit.
 
-    The graph runs on five altered rows, and on the first two and the last three: parts of results
-    must equal results of parts. A sort may move rows if they are moved back. inputs: tensors as the
-    graph is called with them; they are left unchanged.
+    The graph runs on five altered rows, and on two and three of them: parts of results must equal
+    results of parts. A sort may move rows if they are moved back. inputs: the graph's tensors, left
+    unchanged.
     """
     proof, depth = _Proof(graph, batch), torch._C._functorch.get_dynamic_layer_stack_depth()
     device = next((each.device.type for each in _tensors(inputs)), "cpu")
@@ -123,7 +121,6 @@ class _Proof:
         self._kinds: dict[Node, _Kind] = {}
 
     def run(self, inputs: Sequence[Any], segment_of: Mapping[Node, int]) -> None:
-        """Run every node; see `prove`."""
         given, before, segment = iter(inputs), _state(), 0
         last_use = {each: node for node in self._graph.nodes for each in node.all_input_nodes}
         for node in self._graph.nodes:
@@ -171,7 +168,7 @@ class _Proof:
                 raise CannotSplit(f"returns {node.name}, whose rows are not in their places")
 
     def _step(self, node: Node) -> None:
-        """Run one node on the whole and on the parts, and find the kind of its output."""
+        """Run one node on the whole and on the parts."""
         read = {self._kinds[each] for each in node.all_input_nodes}
         is_shared = read <= {_Kind.SHARED}
         self.watched.written.clear()
@@ -212,7 +209,7 @@ class _Proof:
         return made
 
     def _accepted(self, node: Node, made: Node, read: Set[_Kind]) -> _Kind:
-        """The kind of a value that the node has made or changed. Raises CannotSplit."""
+        """The kind of a value that the node made or changed; raises CannotSplit."""
         name = node.target if isinstance(node.target, str) else node.target.__name__
         found, tensors = self._found(made), _tensors(self._values[made])
         has_rows, has_order = not read.isdisjoint(_OF_ROWS), _Kind.ORDER in read
@@ -257,7 +254,7 @@ class _Proof:
 
 
 def _kind_of(whole: Tensor, parts: Sequence[Tensor]) -> _Kind:
-    """The kind of a tensor; parts that are equal but for rounding become equal."""
+    """The kind of a tensor; rounding differences of parts are removed."""
     dims = [dim for dim, size in enumerate(whole.shape) if size != parts[0].shape[dim]]
     if not dims:
         return _Kind.ORDER if any(difference(each, whole) for each in parts) else _Kind.SHARED
@@ -281,7 +278,7 @@ def _kind_of(whole: Tensor, parts: Sequence[Tensor]) -> _Kind:
 
 
 def _sums_of_rows(tensor: Tensor, dim: int) -> Tensor:
-    """Sorted checksums of the rows: equal if only the order of rows differs."""
+    """Sorted checksums of the rows."""
     rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).double()
     weights = torch.linspace(1, 2, rows.shape[1]).to(rows)
     sums = (rows @ weights).sort().values
@@ -289,7 +286,6 @@ def _sums_of_rows(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _state() -> tuple[Any, ...]:
-    """State that a context changes for the code inside."""
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), depth
 

@@ -13,24 +13,21 @@ from nanocp.overlap.engine.partition import Operator, Program, Value
 from nanocp.overlap.ops import Fused, Op, Ops, OverlapPolicy
 
 _MAX_CALLS_EACH = 100
-"""Most calls of a policy per operator, so that an endless wait ends."""
+"""Most calls of a policy per operator."""
 
 
 class RecordedStep(NamedTuple):
-    """One call of `execute`."""
-
     ops: tuple[Op, ...]
     replace_func: Fused | None
     alone: Operator | None
-    """The operator, if it runs unchanged on one micro-batch, without merged outputs."""
+    """The operator, if it runs unchanged on one micro-batch."""
     freed: tuple[tuple[int, int], ...]
     """(micro-batch, value) not read after this step."""
     freed_merged: tuple[int, ...]
-    """Merged values not read after this step."""
     stream: str
     """GPU stream; empty: the caller's."""
     after: tuple[int, ...]
-    """Steps on other streams that must have ended before."""
+    """Steps on other streams to wait for."""
 
     @property
     def is_merged(self) -> bool:
@@ -47,7 +44,6 @@ class Recording(NamedTuple):
     merged: frozenset[int]
     """Values whose parts are written into one tensor from the start."""
     has_streams: bool
-    """Whether a step runs on another stream than the caller's."""
 
 
 def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recording | None:
@@ -75,7 +71,6 @@ class RecordedOps(Ops):
             {*each.after, *(made_by[value] for value in each.inputs if value in made_by)}
             for each in program.operators
         ]
-        """Operator -> those that must have been executed."""
         self._followers: list[list[int]] = [[] for _ in program.operators]
         for number, earlier in enumerate(self._before):
             for each in earlier:
@@ -132,7 +127,6 @@ class RecordedOps(Ops):
         self._num_left -= len(ops)
 
     def recording(self) -> Recording | None:
-        """The policy's recording; see `record`."""
         operators = self._program.operators
         for micro_batch, executed in enumerate(self._executed):
             for number in range(len(operators)):
@@ -176,7 +170,7 @@ class RecordedOps(Ops):
             )
 
     def _after(self) -> list[tuple[int, ...]]:
-        """For each step, the last one of each other stream that it must follow."""
+        """For each step, the last one of each other stream to wait for."""
         executed: dict[tuple[int, int], int] = {}
         after = []
         for place, step in enumerate(self._steps):

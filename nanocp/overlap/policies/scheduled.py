@@ -15,8 +15,8 @@ from nanocp.overlap.schedule import Schedule
 class Scheduled(Sequential):
     """Nano-operations in the order of their starts, layer by layer (NanoFlow, 4.1).
 
-    The batch is cut at all of the schedule's cuts; less cut operations run once on several
-    micro-batches. Other operators run as soon as they are ready.
+    Less cut operations run once on several micro-batches, other operators as soon as they are
+    ready.
     """
 
     def __init__(self, rules: Sequence[Rule], schedule: Schedule) -> None:
@@ -33,7 +33,7 @@ class Scheduled(Sequential):
         edges = {edge for slot in schedule.slots for edge in (slot.nano.begin, slot.nano.end)}
         self._parts = list(pairwise(sorted(edges)))
         self._slots: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
-        """(tag, micro-batch) -> its slot's start, and all of the slot's micro-batches."""
+        """(tag, micro-batch) -> its slot's start and micro-batches."""
         for name, begin, end, start_us in sorted(
             (slot.nano.operation.name, slot.nano.begin, slot.nano.end, slot.start_us)
             for slot in schedule.slots
@@ -82,7 +82,6 @@ class Scheduled(Sequential):
             ops.execute(chosen, stream=self._stream_of.get(chosen[0].tag, ""))
 
     def _heads(self, ops: Ops) -> dict[tuple[str, int], Op]:
-        """The first ready operator of each tag in each micro-batch."""
         heads: dict[tuple[str, int], Op] = {}
         for micro_batch in range(len(self._parts)):
             for op in ops.get_ready_ops(micro_batch):
