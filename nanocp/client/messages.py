@@ -195,6 +195,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
 
 
 def generation_of(response: pb.GenerateUnaryResponse) -> Generation:
+    """The complete answer in a message."""
     choices = (
         Generated(
             index=choice.index,

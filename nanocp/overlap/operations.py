@@ -54,6 +54,7 @@ class NanoOperation(NamedTuple):
 
     @property
     def us(self) -> float:
+        """Microseconds alone on the GPU."""
         whole = self.operation
         return whole.fixed_us + (whole.us - whole.fixed_us) * (self.end - self.begin)
 

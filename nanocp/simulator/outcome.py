@@ -154,6 +154,8 @@ class Outcome:
 
 @dataclass(slots=True)
 class Half:
+    """One half of the measured time."""
+
     time_us: int = 0
     steps: int = 0
     requests: float = 0.0

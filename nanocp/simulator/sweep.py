@@ -39,6 +39,7 @@ class Sweep:
 
     @property
     def rate_per_s(self) -> float:
+        """Mean over the seeds."""
         return fmean(one.rate_per_s for one in self.seeds)
 
     @property

@@ -86,6 +86,8 @@ class ToStream(NamedTuple):
 
 
 class ToNode(NamedTuple):
+    """A batch of messages."""
+
     items: tuple[ToStream, ...] = ()
 
 

@@ -61,6 +61,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Value:
+    """A value among the model's outputs."""
+
     number: int
 
 

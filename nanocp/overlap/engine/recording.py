@@ -17,6 +17,8 @@ _MAX_CALLS_EACH = 100
 
 
 class RecordedStep(NamedTuple):
+    """One call of `execute`."""
+
     ops: tuple[Op, ...]
     replace_func: Fused | None
     alone: Operator | None
@@ -127,6 +129,7 @@ class RecordedOps(Ops):
         self._num_left -= len(ops)
 
     def recording(self) -> Recording | None:
+        """The finished recording."""
         operators = self._program.operators
         for micro_batch, executed in enumerate(self._executed):
             for number in range(len(operators)):

@@ -101,6 +101,8 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
+    """All results and the verdict."""
+
     load: LoadSummary
     ways: tuple[Way, ...]
     """Today's ways, then ours, then the bound."""

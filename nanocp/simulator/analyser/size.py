@@ -15,6 +15,8 @@ _MAX_INSTANCES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tried:
+    """One size."""
+
     num_instances: int
     num_frames: int
     """0 if the model does not fit."""
@@ -24,6 +26,7 @@ class Tried:
 
     @property
     def is_enough(self) -> bool:
+        """Whether it sustains the load."""
         return self.outcome is not None and self.outcome.is_sustained
 
 

@@ -58,6 +58,7 @@ class LogFile:
 
     @property
     def lines(self) -> Iterator[str]:
+        """Lines with their ends."""
         return io.StringIO(self.text, newline="")
 
     @property

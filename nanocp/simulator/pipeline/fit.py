@@ -90,7 +90,7 @@ class MeasuredPass(NamedTuple):
     works: tuple[int, ...] = ()
     """For each span, the SamplerWork of its request; empty: all are greedy."""
     dense_us: float = 0.0
-    """None without dense layers."""
+    """0 without dense layers."""
     stage_us: float | None = None
     """Time besides layers and sampling; None if unknown."""
 
