@@ -1,7 +1,4 @@
-"""Predicted time of layers in a schedule's order under other times of nano-operations.
-
-Only end-to-start order is kept, so concurrent shares of the GPU still add up to 1 at most.
-"""
+"""Predicted time of layers in a schedule's order under other times of nano-operations."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def attempts(
 ) -> Callable[[float], Outcome]:
     """A function that plays a rate and stops early when too many requests miss.
 
-    A run that meets the SLO but drifts is repeated, three times as long, without the drift test.
+    A run that meets the SLO but drifts is repeated, three times as long.
     """
 
     def attempt(rate_per_s: float) -> Outcome:

@@ -30,8 +30,8 @@ def overlap_backend(
     """Make a backend of torch.compile that runs operators in the order of a policy.
 
     The batch is the first dimension that `overlap` marks as dynamic (`torch._dynamo.mark_dynamic`).
-    An unsafe graph runs in program order, with a warning. `built` gets the engine of every other
-    graph. inductor: compile operators, and graphs that run whole; merging then copies.
+    An unsafe graph runs in program order, with a warning; `built` gets the engine of every other
+    one. inductor: compile operators and whole graphs; merging then copies.
     """
 
     def whole_of(graph: GraphModule) -> Callable[..., Any]:

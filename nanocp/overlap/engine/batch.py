@@ -1,7 +1,4 @@
-"""Batch dimension of each value in a TorchDynamo graph, found by its symbol in the shapes.
-
-A value with the symbol in one dimension is cut there, a size is recomputed, all else is shared.
-"""
+"""Batch dimension of each value in a TorchDynamo graph, found by its symbol in the shapes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Clusters with a scheduler each, behind a router that balances by stale loads.
-
-The router sends to the group with least load at the last reading plus requests sent since.
-"""
+"""Clusters with a scheduler each, behind a router that balances by stale loads."""
 
 from __future__ import annotations
 

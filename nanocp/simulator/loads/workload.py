@@ -96,9 +96,8 @@ class Workload:
     def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
         """The requests in order of arrival, those that are running at the start first.
 
-        Mixes are endless, traces repeat with new prompts, the static scenario comes once. Prompts
-        are cut so that prompt and output fit max_model_len. Raises ValueError for a malformed trace
-        line, and for an output that leaves no room for a prompt.
+        Mixes and repeated traces are endless. Prompts are cut to fit max_model_len. Raises
+        ValueError for a malformed trace line, and for an output that leaves no room for a prompt.
         """
         for number, (at_us, drawn) in enumerate(self._drawn(), start=1):
             request = self._sized(number, drawn, max_model_len)

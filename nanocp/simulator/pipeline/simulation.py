@@ -1,7 +1,4 @@
-"""Discrete-event simulation of a pipeline under the service's own scheduler.
-
-As in the service, it plans after a pass, a layer move or an arrival, while a pass may be added.
-"""
+"""Discrete-event simulation of a pipeline under the service's own scheduler."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ class Stages:
         """split: layers of each stage. move_us: transfer time of so many frames' KV of a layer.
 
         passed: called with a completed pass. moved: called with a stage and its number of layer
-        moves. worked: called with a stage, a pass and its time. slowness: slowdown factor by stage.
-        is_fluid: equal shares of layers and sampling, the bound of any layout.
+        moves. worked: called with a stage, a pass and its time. slowness: factor by stage.
+        is_fluid: equal shares for all stages.
         """
         self._heap, self._move_us, self._is_fluid = heap, move_us, is_fluid
         self._passed, self._moved, self._worked = passed, moved, worked
