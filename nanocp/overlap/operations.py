@@ -14,7 +14,7 @@ class Operation:
 
     name: str
     resource: str
-    """Its bottleneck: compute, memory or network."""
+    """Bottleneck: compute, memory or network."""
     us: float
     """On the whole batch, alone on the GPU."""
     fixed_us: float

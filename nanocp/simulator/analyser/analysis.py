@@ -28,7 +28,7 @@ LEAST_LOAD = 0.5
 LEAST_REQUESTS = 100
 """Fewer cannot decide whether 99% are within the SLO."""
 PRECISION, FINE_PRECISION, QUICK_PRECISION = 1.1, 1.02, 1.05
-"""Of all rates, of decisive ones, and of quick runs."""
+"""Precision of all rates, decisive ones, and quick runs."""
 _LEAST_SHARE = 0.1
 """Lower end of the search, as a share of our rate."""
 _QUICK_REQUESTS = 1_100

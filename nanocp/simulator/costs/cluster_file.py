@@ -112,7 +112,7 @@ class WireForm:
     bytes_per_link: int
     """Query and returned partial."""
     query_bytes: int = 0
-    """Of these, the query."""
+    """Query only."""
     projection_mb: float = 0.0
     """Weights that a holder reads to project queries and partials."""
     projection_mflop: float = 0.0

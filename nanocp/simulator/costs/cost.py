@@ -35,7 +35,7 @@ class Loads:
     links: list[int]
     """Rows sent to other instances, or rows received, whichever are more."""
     links_between_nodes: list[int]
-    """Of these, links that leave the node."""
+    """Links that leave the node."""
 
     def part(self, part: float) -> Loads:
         """A part of each load, rounded up."""

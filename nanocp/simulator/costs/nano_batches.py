@@ -26,7 +26,7 @@ _OPERATIONS: dict[str, Callable[[LayerTime], float]] = {
 }
 """An MoE layer's operations in program order, with their microseconds of a layer."""
 _IN_EVERY_LAYER = ("other", "attention", "exchange")
-"""Of these, the ones in layers without experts too."""
+"""Operations in layers without experts too."""
 _NETWORK = ("exchange", "dispatch", "combine")
 
 
