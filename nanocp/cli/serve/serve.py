@@ -81,7 +81,7 @@ def serve(
     ray: Annotated[
         bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
     ] = True,
-    set_: Annotated[
+    given: Annotated[
         list[str],
         typer.Option(
             "--set",
@@ -135,7 +135,7 @@ def serve(
             flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
         if speculative_config is not None:
             flags["scheduler.num_drafts"] = num_drafts_of(speculative_config)
-        flags |= settings(set_)
+        flags |= settings(given)
         loaded, flags = with_sizes(config, flags | context.obj.sets, checkpoint)
         if print_config:
             print(config_yaml(loaded, origins(config, flags)), end="")

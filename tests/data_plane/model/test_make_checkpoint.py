@@ -5,7 +5,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
-from nanocp.cli.checkpoint.make_checkpoint import make_checkpoint as command
+from nanocp.cli.main import app
 
 LITTLE = {
     "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16,
@@ -148,13 +147,12 @@ def test_a_larger_vocabulary_is_filled(tmp_path):
 
 
 def test_the_command(tmp_path):
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, [str(tmp_path / "made"), "--seed", "7", "--dtype", "bfloat16"])
+    words = ["make-checkpoint", str(tmp_path / "made")]
+    result = CliRunner().invoke(app, [*words, "--seed", "7", "--dtype", "bfloat16"])
     assert result.exit_code == 0 and "preset tiny, seed 7, 7.0 million parameters" in result.stdout
     tensors = weights(tmp_path / "made")
     assert tensors["lm_head.weight"].dtype == torch.bfloat16
-    result = CliRunner().invoke(app, [str(tmp_path / "made")])
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert (
         result.stderr.startswith("nanocp make-checkpoint: ")
