@@ -1,10 +1,6 @@
-"""Lines of a log on standard error: text or JSON, each with a UTC timestamp.
+"""Log lines on standard error: text or JSON, each with a UTC timestamp.
 
-Enters: a format, a level, what loggers say. Leaves: one line for each record. Does not know: what
-is served.
-
-A record may carry fields (`extra=fields(...)`): in text they follow the message as key=value, in
-JSON they are keys of the object.
+A record's fields (`extra=fields(...)`) follow a text as key=value; in JSON they are keys.
 """
 
 from __future__ import annotations
@@ -17,13 +13,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 _PACKAGES = ("nanocp", "control_plane", "data_plane")
-"""Loggers that get the chosen level. Others' libraries only warn."""
+"""Loggers that get the chosen level; libraries only warn."""
 
 
 def configure(log_format: str, level: str, process: str = "") -> None:
     """Write every logger's lines to standard error; `process` names a member's process.
 
-    log_format: one of nanocp.config.service.LOG_FORMATS. level: one of its LOG_LEVELS.
+    log_format, level: of LOG_FORMATS and LOG_LEVELS in nanocp.config.service.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((_JsonLines if log_format == "json" else _TextLines)(process))
@@ -32,7 +28,7 @@ def configure(log_format: str, level: str, process: str = "") -> None:
 
 
 def set_level(level: str) -> None:
-    """Let this process log from this level on: one of nanocp.config.service.LOG_LEVELS."""
+    """Set this process' log level, one of nanocp.config.service.LOG_LEVELS."""
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
 
@@ -43,7 +39,7 @@ def get_level() -> str:
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """The `extra` of a record with these fields; those that are None are left out."""
+    """The `extra` of a record with these fields, without None."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
@@ -85,7 +81,7 @@ class _JsonLines(_Lines):
 
 
 def _shown(value: object) -> str:
-    """A value of a field: quoted if it has a character that would end it, or the line."""
+    """A field's value, quoted if needed."""
     text = str(value)
     is_plain = text.isprintable() and not set(text) & set(' "=')
     return text if is_plain and text else json.dumps(text)

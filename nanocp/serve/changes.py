@@ -1,8 +1,4 @@
-"""What operators change of a service that runs: seats, layers of stages, requests, its log.
-
-Enters: bodies of the status port, and who sends them. Leaves: how it is then, as JSON, and lines of
-the log that name the operator. Does not know: HTTP, keys, how a change is made.
-"""
+"""Changes of a running service by operators: seats, layers of stages, requests, its log."""
 
 from __future__ import annotations
 
@@ -32,10 +28,9 @@ def answer_seats(
     body: bytes | None,
     who: str,
 ) -> bytes:
-    """Answer for /cluster/seats. The body names the seats, and what asks for them; or it undoes.
+    """Answer for /cluster/seats. The body names seats and their reason, or undoes the change.
 
-    want, undo: make the change, as Service.want_seats and undo_seats. counts: seats there are, and
-    spares that are ready.
+    want, undo: Service.want_seats and undo_seats. counts: seats there are, and ready spares.
     """
     asked = None if body is None else _read(body, _SEATS)
     if asked is None:
@@ -61,7 +56,7 @@ def answer_seats(
 def answer_layout(
     want: Callable[[Sequence[int] | None], list[dict[str, int]]], body: bytes | None, who: str
 ) -> bytes:
-    """Answer for /cluster/layout. The body names the layers of each stage."""
+    """Answer for /cluster/layout; the body names each stage's layers."""
     if body is None:
         stages = want(None)
     else:
@@ -72,7 +67,7 @@ def answer_layout(
 
 
 def answer_abort(end: Callable[[str], list[int]], body: bytes | None, who: str) -> bytes:
-    """Answer for /cluster/abort. The body names the request: the client's id, or its number."""
+    """Answer for /cluster/abort; the body has the client's id or the request's number."""
     name = str(_read(body or b"", _REQUEST).get("request", ""))
     with _logged(who, f"request {name!r:.80} is to end"):
         if not (numbers := end(name)):
@@ -81,9 +76,9 @@ def answer_abort(end: Callable[[str], list[int]], body: bytes | None, who: str) 
 
 
 def answer_config(as_yaml: Callable[[str], str], body: bytes | None, who: str) -> bytes:
-    """Answer for /cluster/config. The body names the level of this process' log from now on.
+    """Answer for /cluster/config; the body has this process' new log level.
 
-    as_yaml: writes the configuration, with this level of the log.
+    as_yaml: writes the configuration with this log level.
     """
     if body is not None:
         level = str(_read(body, _LEVEL).get("log_level", ""))
@@ -114,7 +109,7 @@ def _numbers(asked: Mapping[str, Any], key: str, example: str) -> list[int]:
 
 @contextmanager
 def _logged(who: str, what: str) -> Iterator[None]:
-    """Lines of the log around a change: who asked for it, and that it is made, or why not."""
+    """Log who asked for a change, and its outcome."""
     logger.info("change asked for by %s: %s", who, what)
     try:
         yield

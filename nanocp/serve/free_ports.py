@@ -1,7 +1,4 @@
-"""Ports that nobody has now, for what must know its ports before it binds them.
-
-Enters: how many. Leaves: the first of them. Does not know: who will bind them.
-"""
+"""Free ports for code that must know its ports before binding them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from contextlib import ExitStack
 
 
 def free_ports(number: int = 1, host: str = "127.0.0.1") -> int:
-    """The first of so many ports in a row, each of which is free at the host now."""
+    """The first of `number` consecutive ports that are free at the host now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         with ExitStack() as stack:

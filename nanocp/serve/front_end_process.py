@@ -1,7 +1,7 @@
 """A front end as a process of its own: `python -m nanocp.serve.front_end_process NAME`.
 
-Enters: a pickled FrontEndSpec on standard input. Leaves: exit status 0 when the controller asks it
-to leave or is gone, 1 if it cannot serve. Does not know: who started the process.
+Reads a pickled FrontEndSpec from standard input; exit status 0 at the controller's end, 1 if it
+cannot serve.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ FRONT_END_COMMAND = (sys.executable, "-m", "nanocp.serve.front_end_process")
 
 @dataclass(frozen=True, slots=True)
 class FrontEndSpec:
-    """What a front end's process needs to know."""
+    """The data of a front end's process."""
 
     config: Config
     limits: ModelLimits
     checkpoint: Path
     has_tokenizer: bool
     index: int
-    """Which of service.front_ends it is."""
+    """Its place in service.front_ends."""
     name: str
     secret: str
-    """What it shows at the controller's port, beside its name."""
+    """Shown at the controller's port, with its name."""
     controller: str
-    """host:port of the controller's port for front ends."""
+    """host:port for front ends."""
 
 
 def run_front_end(spec: FrontEndSpec) -> int:
-    """Serve clients until the controller asks for the end, or is gone; returns the exit status."""
+    """Serve clients until the controller ends it, or is gone; returns the exit status."""
     service = spec.config.service
     observations, secrets = Observations(), MemberSecrets()
     orphan_ms = spec.config.limits.orphan_ms if service.controller_process else 0
@@ -93,7 +93,6 @@ def run_front_end(spec: FrontEndSpec) -> int:
 
 
 def main() -> int:
-    """Read the spec and run the front end; returns the exit status."""
     spec: FrontEndSpec = pickle.load(sys.stdin.buffer)
     configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
     # The service drains first; then the controller ends its front ends.

@@ -1,8 +1,4 @@
-"""Front ends as processes of their own, and others in their place when they are lost.
-
-Enters: a configuration, what is served, what one front end gets. Leaves: the same as a front end;
-processes that are started again, at the same addresses. Does not know: requests, members.
-"""
+"""Front ends as processes of their own, restarted at the same addresses when lost."""
 
 from __future__ import annotations
 
@@ -30,14 +26,14 @@ from nanocp.values.plan import ClusterLoad
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
 _MAX_ENDS = 6
-"""A front end that ends as often within _ENDS_S is not started again."""
+"""A front end that ends this often within _ENDS_S is not restarted."""
 _ENDS_S = 60.0
 _DIAL_S = 15.0
-"""Longest wait for a front end of an earlier controller, which dials again and again."""
+"""Longest wait for a front end of an earlier controller to dial."""
 _LAST_WORD_S = 2.0
-"""Longest wait for a front end without a controller to end by itself."""
+"""Longest wait for a front end without a controller to end."""
 _STOP_TIMEOUT_S = 10.0
-"""Longest wait for front ends to give their clients the last word."""
+"""Longest wait for last words to clients."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ class FrontEndProcesses:
         launcher: ProcessLauncher | PipedLauncher,
         controller_number: int,
     ) -> None:
-        """failed: called with a sentence when no front end is left and none is started again.
+        """failed: called with a sentence when no front end is left.
 
         controller_number: see Attendance.
         """
@@ -74,7 +70,7 @@ class FrontEndProcesses:
         )
         self.events: ControllerEvents = self._port
         self._living: dict[Member, FrontEndSpec] = dict(living_of(launcher))
-        """Front ends that have lost their controller, and will dial this one unless they end."""
+        """Front ends that lost their controller, and will dial this one unless they end."""
         self._is_first = controller_number == 1
         for spec in self._living.values():
             self._port.secrets.take(spec.name, spec.secret)
@@ -83,7 +79,7 @@ class FrontEndProcesses:
         self._ends: list[deque[float]] = [
             deque(maxlen=_MAX_ENDS) for _ in range(config.service.front_ends)
         ]
-        """When the processes of each front end have ended, the latest last."""
+        """End times of each front end's processes, ascending."""
         self._num_given_up = 0
         self._address = ""
 
@@ -120,24 +116,24 @@ class FrontEndProcesses:
     def open(
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
-        """Accept requests: the cluster is ready. load: what is decided for each instance now."""
+        """Accept requests: the cluster is ready. load: decided for each instance."""
         accepts = self._port.open(controller, load)
         if wait(accepts, _DIAL_S).not_done:
             logger.warning("not all front ends accept requests after %.0f s", _DIAL_S)
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended, or that a client still reads."""
+        """Choices that have not ended or are still read."""
         return self._port.num_open
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
-        """Refuse new requests and wait for the open ones; whether all have ended in time."""
+        """Refuse new requests and wait for open ones; True if all ended in time."""
         timeout_s = self._config.limits.drain_timeout_ms / 1000
         drains = self._port.begin_drain()
         return await_drains(drains, timeout_s, lambda left_s: report(self.num_open, left_s))
 
     def stop(self, reason: str) -> None:
-        """End every open request with UNAVAILABLE and the reason, and close the ports."""
+        """End open requests with UNAVAILABLE and the reason, and close the ports."""
         self._stopping.set()
         self._port.ask_to_stop(reason)
         self._launcher.stop(_STOP_TIMEOUT_S)
@@ -169,7 +165,7 @@ class FrontEndProcesses:
         )
 
     def _lost(self, index: int, pid: int) -> None:
-        """The stream has ended: the process is gone, or it is stopped and must not go on."""
+        """A stream ended: the process is gone, or is to be killed."""
         member = Member("front end", index)
         if not self._stopping.wait(_LAST_WORD_S) and self._launcher.pid(member) == pid:
             self._launcher.kill(member)

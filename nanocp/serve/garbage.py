@@ -1,21 +1,15 @@
-"""Python's garbage collector, set up for a process whose objects stay.
-
-Enters: nothing. Leaves: a process in which a collection visits young objects only. Does not know:
-what is served.
-"""
+"""Python's garbage collector for processes whose objects stay."""
 
 import gc
 
 _MAX_YOUNG_OBJECTS = 10_000
-"""Young objects before a collection. A window's plan makes some thousands, which their reference
-counts free."""
+"""Young objects before a collection; a plan makes some thousands, freed by reference counts."""
 
 
 def freeze_long_lived() -> None:
-    """Leave every object that exists now out of later collections.
+    """Leave all present objects out of later collections.
 
-    Call it once, when everything that stays has been made. A full collection would take as long as
-    many windows.
+    Call it once all lasting objects exist. A full collection takes as long as many windows.
     """
     gc.collect()
     gc.freeze()

@@ -1,10 +1,6 @@
-"""A launcher whose processes outlive the process that uses it.
+"""A launcher whose processes outlive their controller: its host is in the supervisor.
 
-Enters: calls of a launcher, through a pipe. Leaves: the same calls of the launcher at the other
-end, and its reports of processes that have ended. Does not know: members, what a process does.
-
-The host is in the supervisor, the launcher in the controller's process. A later controller gets a
-pipe of its own, and the processes that live: for it each of them is number 0.
+A later controller gets a new pipe and the living processes, each as number 0.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from nanocp.values.members import Member
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 60.0
-"""Longest wait for the supervisor to start or to stop processes."""
+"""Longest wait for the supervisor to start or stop processes."""
 
 
 @dataclass(slots=True)
@@ -34,20 +30,20 @@ class _Process:
     """The latest process of a member."""
 
     number: int
-    """Counts all processes that the host has started."""
+    """Counts all processes of the host."""
     spec: Any
     known_as: int
-    """The number that the present controller knows it by."""
+    """Its number for the present controller."""
     lives: bool = True
 
 
 class LauncherHost:
-    """The processes of one launcher, for one controller after the other. In the supervisor."""
+    """The processes of one launcher, for successive controllers. In the supervisor."""
 
     def __init__(self, name: str, launcher: Launcher) -> None:
-        """name: tells the launchers of one pipe apart.
+        """name: the launcher's, in its pipe.
 
-        From the main thread. Raises what Launcher.start raises.
+        From the main thread. Raises as Launcher.start does.
         """
         self.name = name
         self._launcher = launcher
@@ -58,7 +54,7 @@ class LauncherHost:
         launcher.start({}, self._exited)
 
     def attach(self, pipe: Pipe) -> dict[Member, Any]:
-        """Serve another controller from now on; returns the specs of the processes that live."""
+        """Serve another controller; returns the specs of living processes."""
         with self._lock:
             self._pipe = pipe
             self._processes = {m: each for m, each in self._processes.items() if each.lives}
@@ -119,16 +115,16 @@ class LauncherHost:
 
 
 class PipedLauncher(Launcher):
-    """A Launcher in the controller's process; the processes are the supervisor's."""
+    """A Launcher in the controller's process; the supervisor has the processes."""
 
     def __init__(self, name: str, pipe: Pipe, living: Mapping[Member, Any]) -> None:
-        """living: specs of processes that a controller before this one has started."""
+        """living: specs of an earlier controller's processes."""
         self.living = dict(living)
         self._name = name
         self._pipe = pipe
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """Start what does not live; members that live go on as they are."""
+        """Start members that do not live yet."""
         self._pipe.listen(self._name, exited)
         for member, spec in specs.items():
             if member not in self.living:
@@ -138,13 +134,13 @@ class PipedLauncher(Launcher):
         self._pipe.ask(self._name, "start_one", member, number, spec)
 
     def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
-        """Start a spare; `ended` is called for every one from now on."""
+        """Start a spare; `ended` is called for each from now on."""
         self._pipe.on_spare_end[self._name] = ended
         self._pipe.ask(self._name, "start_spare", name, spec)
 
     @property
     def spares(self) -> Sequence[bool]:
-        """Spares that live; an earlier controller may have started some."""
+        """Living spares, also of an earlier controller."""
         spares: Sequence[bool] = self._pipe.ask(self._name, "spares")
         return spares
 
@@ -165,12 +161,12 @@ class PipedLauncher(Launcher):
 
 
 def living_of(launcher: object) -> Mapping[Member, Any]:
-    """Specs of processes that an earlier controller has started; none without a supervisor."""
+    """Specs of an earlier controller's processes; none without a supervisor."""
     return launcher.living if isinstance(launcher, PipedLauncher) else {}
 
 
 class Pipe:
-    """One end of the pipe between the supervisor and a controller's process."""
+    """One end of the pipe between supervisor and controller."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -178,12 +174,12 @@ class Pipe:
         self._questions = itertools.count()
         self._asked: dict[int, Future[Any]] = {}
         self._on_exit: dict[str, Exited] = {}
-        """By the launcher's name: what is called when one of its processes has ended."""
+        """By launcher name: called at the end of a process."""
         self._exits: list[tuple[str, Member, int, str]] = []
         """Processes that have ended before somebody listened."""
         self._listening = threading.Lock()
         self.on_spare_end: dict[str, SpareEnded] = {}
-        """By the launcher's name: what is called when one of its spares has ended."""
+        """By launcher name: called at the end of a spare."""
 
     def listen(self, name: str, exited: Exited) -> None:
         """Call `exited` when a process of this launcher ends, or has ended already."""
@@ -194,16 +190,16 @@ class Pipe:
             self._has_exited(*each)
 
     def send(self, *message: Any) -> None:
-        """Send a message; nothing happens if the other end is gone."""
+        """Send a message, unless the other end is gone."""
         with self._sending, suppress(OSError):
             self._connection.send(message)
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError when the other end is gone."""
+        """The next message. Raises EOFError if the other end is gone."""
         return self._connection.recv()
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the supervisor's launcher, and wait for what it returns or raises."""
+        """Call a method of the supervisor's launcher; returns or raises as it does."""
         number = next(self._questions)
         answer = self._asked[number] = Future[Any]()
         self.send("call", number, name, method, arguments)
@@ -212,14 +208,14 @@ class Pipe:
     def answer(
         self, number: int, host: LauncherHost, method: str, arguments: Sequence[Any]
     ) -> None:
-        """Make a call for the other end, and send what comes of it."""
+        """Make a call for the other end, and send the outcome."""
         try:
             self.send("answer", number, host.call(method, arguments), None)
         except Exception as error:
             self.send("answer", number, None, error)
 
     def run(self) -> None:
-        """Take answers and exits, in a thread of the controller's process, until the pipe ends."""
+        """Take answers and exits, in a thread of the controller, until the pipe ends."""
         with suppress(EOFError, OSError):
             while True:
                 self._take(self.receive())

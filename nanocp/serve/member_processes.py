@@ -1,7 +1,4 @@
-"""Processes of members for the controller: killed, and started in place of lost ones.
-
-Enters: a launcher, a spec for each member. Leaves: calls of the launcher. Does not know: terms.
-"""
+"""Processes of members for the controller: killed, and started again when lost."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from nanocp.values.members import Member
 
 
 class MemberProcesses:
-    """Processes of members for the controller, which replaces those that were lost."""
+    """Processes of members, restarted when lost."""
 
     def __init__(
         self, launcher: Launcher, spec: Callable[[Member, int], MemberSpec], cluster_id: str
     ) -> None:
-        """spec: of a member that will probably join this term; an earlier one's secret is void."""
+        """spec: of a member likely to join this term; it voids the earlier secret."""
         self._launcher = launcher
         self._spec = spec
         self.obstacle_to_more = partial(obstacle_to_more, cluster_id)
@@ -30,5 +27,5 @@ class MemberProcesses:
         self._launcher.kill(member)
 
     def start(self, member: Member, number: int, term: int) -> None:
-        """Start the member's process of this number, which will probably join this term."""
+        """Start the member's process of this number, for this term probably."""
         self._launcher.start_one(member, number, self._spec(member, term))

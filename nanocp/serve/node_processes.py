@@ -1,8 +1,4 @@
-"""The processes that carry the streams of the nodes' instances, and others in their place.
-
-Enters: a launcher, a spec for each node. Leaves: processes that are started again when they end,
-until the service stops. Does not know: streams, instances that lose theirs.
-"""
+"""Processes that carry the streams of a node's instances, restarted when they end."""
 
 from __future__ import annotations
 
@@ -19,31 +15,31 @@ from nanocp.values.members import Member
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-"""Pause before a process takes the place of another, which may end at once for the same reason."""
+"""Pause before a restart: the next process may end at once too."""
 
 
 def nodes_of(cluster: ClusterConfig) -> list[Member]:
-    """The nodes of a cluster, each of which has a process for its streams."""
+    """Nodes with a process for their streams."""
     return [Member("node", node) for node in range(cluster.node_of(cluster.num_instances - 1) + 1)]
 
 
 def carrier_address(cluster_id: str, node: int) -> str:
-    """Where the process of a node listens, on that node: the path of a socket, for gRPC."""
+    """The process's socket path on its node, for gRPC."""
     return f"unix:{Path(gettempdir()) / f'nanocp-{cluster_id}-node-{node}.sock'}"
 
 
 def remove_sockets(cluster_id: str, cluster: ClusterConfig) -> None:
-    """Remove what processes that were killed have left on this machine."""
+    """Remove sockets of killed processes on this machine."""
     for node in nodes_of(cluster):
         path = carrier_address(cluster_id, node.instance or 0).removeprefix("unix:")
         Path(path).unlink(missing_ok=True)
 
 
 class NodeProcesses:
-    """Starts a node's process again. Used from the threads of a launcher."""
+    """Restarts a node's process. Used from a launcher's threads."""
 
     def __init__(self, launcher: Launcher, spec: Callable[[Member], object]) -> None:
-        """spec: of a node's process; that of an earlier one is void."""
+        """spec: of a node's process; it voids the earlier one."""
         self._launcher = launcher
         self._spec = spec
         self._stopping = threading.Event()

@@ -1,7 +1,4 @@
-"""What plans the passes of the prefill's stages: the scheduler of pipelines, over prompts alone.
-
-Enters: sections of the configuration. Leaves: a PipelineScheduler. Does not know: stages, pages.
-"""
+"""The scheduler of the prefill's stages: that of pipelines, for prompts alone."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from nanocp.config.scheduler import SchedulerConfig
 def make_prefill_scheduler(
     cluster: ClusterConfig, scheduler: SchedulerConfig, passes: PassesConfig
 ) -> PipelineScheduler:
-    """Make the scheduler of `prefill.stages`, with sections of Config.of_prefill_stages."""
+    """Make the scheduler of `prefill.stages` from sections of Config.of_prefill_stages."""
     num_stages = cluster.num_instances
     # It plans no layers: what their number is does not matter.
     pipeline = PipelineConfig.of(passes, num_stages, num_layers=num_stages)

@@ -1,8 +1,4 @@
-"""A `nanocp serve` of this machine as a process of its own, and what can be seen of it.
-
-Enters: a checkpoint, flags, settings. Leaves: addresses, metrics, the processes of members, what is
-left when it has ended. Does not know: requests.
-"""
+"""A local `nanocp serve` as a process of its own: addresses, metrics, members, leftovers."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from pathlib import Path
 from nanocp.serve.free_ports import free_ports
 
 START_TIMEOUT_S = 300
-"""Longer than the service's own limits, so that the service reports what is wrong."""
+"""Longer than the service's own limits, so that its error comes first."""
 STOP_TIMEOUT_S = 60
 IDLE_TIMEOUT_S = 30.0
 HELD_FRAMES = ("nanocp:frames_committed", "nanocp:frames_quarantined")
@@ -35,7 +31,7 @@ class NotServing(RuntimeError):
     """The service has ended, or is not ready in time."""
 
     def __init__(self, message: str, status: int) -> None:
-        """status: what the process exited with; 1 if it still runs."""
+        """status: the exit status; 1 if it still runs."""
         super().__init__(message)
         self.status = status
 
@@ -51,7 +47,7 @@ class Serving:
     """0: no HTTP."""
     process: subprocess.Popen[bytes]
     log: Path
-    """What the service has printed."""
+    """Output of the service."""
 
     @property
     def pid(self) -> int:
@@ -59,7 +55,7 @@ class Serving:
         return self.process.pid
 
     def metrics(self) -> dict[tuple[str, str], float]:
-        """(name, label engine or "") -> value, of every sample of /metrics."""
+        """(name, label engine or "") -> value of every sample of /metrics."""
         from prometheus_client.parser import text_string_to_metric_families
 
         with urllib.request.urlopen(
@@ -74,14 +70,11 @@ class Serving:
         }
 
     def frames_not_back(self) -> int:
-        """Count the frames that are not free once nothing runs: 0, or they leaked.
-
-        It waits for at most IDLE_TIMEOUT_S.
-        """
+        """Frames still taken after idling at most IDLE_TIMEOUT_S: 0, or they leaked."""
         return self.settled(*HELD_FRAMES)
 
     def settled(self, *names: str) -> int:
-        """The sum of these metrics over all instances, once it is 0 or after IDLE_TIMEOUT_S."""
+        """Sum of these metrics over all instances, once 0 or after IDLE_TIMEOUT_S."""
         deadline_s = time.monotonic() + IDLE_TIMEOUT_S
         while True:
             held = sum(value for (name, _), value in self.metrics().items() if name in names)
@@ -90,9 +83,9 @@ class Serving:
             time.sleep(0.2)
 
     def member_pids(self) -> dict[str, int]:
-        """Processes of the service by name, of a service without Ray.
+        """Processes of the service by name, without Ray.
 
-        The name is the last word of the command line, or the process's own once it was a spare.
+        The name ends the command line, or is the process's own if it was a spare.
         """
         named = {}
         for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
@@ -109,19 +102,19 @@ class Serving:
         }
 
     def instance_pids(self) -> list[int]:
-        """Processes of the instances, in order, of a service without Ray."""
+        """Processes of the instances, in order, without Ray."""
         pids = self.member_pids()
         return [pids[name] for name in sorted(pids, key=len) if name.startswith("instance")]
 
     def segment_prefix(self) -> str:
-        """How the names of this service's segments in /dev/shm begin; empty if it has none."""
+        """Prefix of this service's segments in /dev/shm; empty if it has none."""
         for pid in self.member_pids().values():
             if found := _SEGMENT.search(Path(f"/proc/{pid}/maps").read_text()):
                 return found[1]
         return ""
 
     def stop(self) -> int:
-        """Ask the service to end, and return its exit status. Idempotent."""
+        """Stop the service and return its exit status. Idempotent."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -144,7 +137,7 @@ def serving(
 ) -> Iterator[Serving]:
     """`nanocp serve` from ready to stopped. settings: keys such as "data_plane.dtype".
 
-    Raises RuntimeError with the end of the service's log if it does not start.
+    Raises RuntimeError with the end of its log if it does not start.
     """
     num_front_ends = int(str(settings.get("service.front_ends", 1)))
     port, metrics_port = free_ports(num_front_ends), free_port()
@@ -183,7 +176,7 @@ def _environment(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now."""
+    """A free port of the loopback interface."""
     return free_ports()
 
 

@@ -33,7 +33,7 @@ PREFILL_PLANNER = "nanocp.serve.prefill_scheduler:make_prefill_scheduler"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, and the factories of its members."""
+    """The served model, and the factories of its members."""
 
     limits: ModelLimits
     tokenizer: Tokenizer | None
@@ -42,24 +42,23 @@ class Served:
     prefill_factory: str = PREFILL_FACTORY
     """Makes a stage of the prefill."""
     probe_factory: str = "data_plane.prefill.build:build_probe"
-    """Makes what engines are probed with, where they take the prefill's place."""
+    """Makes probes of engines, in the prefill's place."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
-    """Loads what every instance needs into a spare, before it has a seat."""
+    """Loads an instance's common parts into a spare."""
     num_experts: int | None = None
-    """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
+    """Experts of a layer, 0 if dense; None if every instance must serve."""
     num_layers: int = 0
     """Layers of the model, for a pipeline."""
     page_bytes: int = 0
-    """Bytes of a page, for pages outside the frames; 0: nobody knows."""
+    """Bytes of a page outside the frames; 0: unknown."""
     carry_pages: int = 0
-    """Pages of a row's state; 0: the model has no linear attention layers."""
+    """Pages of a row's state; 0: no linear attention layers."""
 
 
 def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
-    """Check whether a configuration can serve a model: what `nanocp serve` and `plan` ask alike.
+    """Check that a configuration can serve a model, for `nanocp serve` and `plan`.
 
-    Of the weights it reads what types they have, where all of them are there. Raises ValueError
-    saying what does not fit.
+    Reads the types of the weights if all are there. Raises ValueError with what does not fit.
     """
     num_instances = config.cluster.num_instances
     is_pipeline = config.cluster.layout == "pipeline"
@@ -86,16 +85,16 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
 
 
 def with_model_len(config: Config, checkpoint: Path) -> Config:
-    """The configuration where no cluster.max_model_len is given: not above what the model has."""
+    """The configuration; cluster.max_model_len, if not given, is at most the model's."""
     model = ModelConfig.from_folder(checkpoint)
     most = min(config.cluster.max_model_len, model.max_len)
     return replace(config, cluster=replace(config.cluster, max_model_len=most))
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:
-    """Check a checkpoint folder, but not what its weights are.
+    """Check a checkpoint folder, but not the types of its weights.
 
-    Raises ValueError saying what does not fit.
+    Raises ValueError with what does not fit.
     """
     model = ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
     check_model(config, model, checkpoint)
@@ -138,7 +137,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 
 
 def settled(config: Config, served: Served, controller_number: int) -> Config:
-    """The configuration for what is served, and for this controller of the service."""
+    """The configuration for a served model and this controller."""
     prefill, scheduler = config.prefill, config.scheduler
     if prefill.engines and not scheduler.max_unfilled_tokens:
         # What engines may have in flight bounds empty frames.
@@ -154,7 +153,7 @@ def settled(config: Config, served: Served, controller_number: int) -> Config:
 
 
 def policy_in_words(config: Config) -> str:
-    """The policy by name, and whose costs it goes by where they are not of this machine."""
+    """The policy by name, and the source of its costs if not this machine."""
     estimates: dict[object, str] = {CostConfig(): "of 32 H200s", CPU_COSTS: "of a CPU"}
     policy = config.scheduler.policy
     costs: object = None

@@ -1,8 +1,4 @@
-"""A whole service: front ends and controller in this process, and the members that it starts.
-
-Enters: a Config, what is to be served, a launcher. Leaves: an address that serves, until stop. Does
-not know: the command line, terminals. It names factories of the data plane, and imports no torch.
-"""
+"""A whole service: front ends and controller in this process, and the members that it starts."""
 
 from __future__ import annotations
 
@@ -61,17 +57,17 @@ from nanocp.values.members import PREFILL, Member
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10.0
-"""Longest wait for members to leave: a window may still be running."""
+"""Longest wait for members to leave, perhaps in a running window."""
 _ANSWER_S = 10.0
-"""Longest wait for the controller to say which seats serve."""
+"""Longest wait for the controller's answer on seats."""
 _TERMS_OF_A_CONTROLLER = 1_000_000
-"""More than one has: terms of the next one are later."""
+"""More than one has, so terms of the next one are later."""
 _NEVER_SERVED_TIMEOUT_S = 1.0
-"""Longest wait for members to leave that never served: some cannot read that they should."""
+"""Longest wait for members that never served to leave: some cannot read that they should."""
 
 
 def member_environment(config: Config) -> dict[str, str]:
-    """Environment variables that members' processes need before they import torch."""
+    """Environment variables for members before they import torch."""
     threads = str(config.data_plane.threads_per_instance)
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     # Torch would keep a program of each of the latest 1024 shapes: a prefill's prompts have all
@@ -91,7 +87,7 @@ def member_environment(config: Config) -> dict[str, str]:
 class Service:
     """A service: start, address, drain, stop.
 
-    One thread calls it. Every wait is bounded by the configuration's limits.
+    One thread calls it. The configuration's limits bound every wait.
     """
 
     def __init__(
@@ -105,10 +101,9 @@ class Service:
     ) -> None:
         """Prepare the service; nothing runs before `start`.
 
-        front_end_launcher: of front ends that are processes. cluster_id: of a service whose
-        controller was lost. controller_number: how many there were, with this one. Raises
-        ValueError for an unknown policy, for files of the checkpoint that cannot be read, and for
-        traces without their packages.
+        front_end_launcher: of front ends as processes. cluster_id: of a service that lost its
+        controller. controller_number: from 1. Raises ValueError for an unknown policy, unreadable
+        files of the checkpoint, and traces without their packages.
         """
         config = settled(config, served, controller_number)
         check_tls(config.service)
@@ -121,7 +116,7 @@ class Service:
         self._controller_number = controller_number
         self._front_end_launcher = front_end_launcher or ProcessLauncher(FRONT_END_COMMAND, {})
         self._living: Mapping[Member, MemberSpec] = living_of(launcher)
-        """Members that have lost their controller, and will dial this one."""
+        """Members that lost their controller, and will dial this one."""
         view = ClusterView(
             config.cluster,
             config.scheduler.policy,
@@ -159,32 +154,32 @@ class Service:
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
         self.addresses: tuple[str, ...] = ()
-        """host:port for gRPC clients, of each front end."""
+        """host:port of each front end's gRPC API."""
         self.http_addresses: tuple[str, ...] = ()
-        """host:port for HTTP clients, of each front end."""
+        """host:port of each front end's HTTP API."""
         self.seats_changed: Callable[[tuple[int, ...]], None] = lambda seats: None
-        """Called with seats that were wanted, and serve now."""
+        """Called with wanted seats once they serve."""
         self.metrics_address = ""
         """host:port of /metrics and /cluster."""
 
     @property
     def address(self) -> str:
-        """host:port for gRPC clients, of the first front end."""
+        """host:port of the first front end's gRPC API."""
         return self.addresses[0]
 
     @property
     def http_address(self) -> str:
-        """host:port for HTTP clients, of the first front end."""
+        """host:port of the first front end's HTTP API."""
         return self.http_addresses[0]
 
     @property
     def http_scheme(self) -> str:
-        """The scheme of the HTTP API: https with a certificate, else http."""
+        """https with a certificate, else http."""
         return "https" if self._config.service.ssl_certfile else "http"
 
     @property
     def failure(self) -> Future[str]:
-        """Done when the service can no longer serve, with the sentence that says why."""
+        """Done when the service can no longer serve, with the reason as a sentence."""
         return self._controller.members.end.failure
 
     def start(
@@ -194,9 +189,8 @@ class Service:
     ) -> dict[Member, tuple[str, ...]]:
         """Bind the ports, start every member, and wait until all are ready.
 
-        Returns what each member selected at start-up. `progress` is called with each step as it
-        begins, `loading` with the percentage of its weights that a member has loaded, from any
-        thread.
+        Returns each member's choices at start-up. `progress` gets each step as it begins, `loading`
+        a member's loaded percentage, from any thread.
 
         Raises OSError (a port), StartError or RuntimeError (a member); call `stop` after that too.
         """
@@ -231,22 +225,22 @@ class Service:
         return self._front_ends.num_open
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
-        """Refuse new requests and let the open ones end; True if all have ended.
+        """Refuse new requests and let open ones end; True if all have ended.
 
-        Waits at most limits.drain_timeout_ms. `report` is called now and then with the number of
-        open requests and the seconds left.
+        Waits at most limits.drain_timeout_ms. `report` gets the number of open requests and the
+        seconds left.
         """
         return self._controller.is_planning and self._front_ends.drain(report)
 
     @property
     def term(self) -> int:
-        """Number of the term that serves, or of the next one while it is being joined."""
+        """The term that serves, or the next one while it is joined."""
         return self._controller.members.terms.number
 
     def want_seats(self, seats: Sequence[int] | None, by: str = "somebody") -> SeatsNow:
-        """Let these instances serve and no others, None: as now; returns once they do.
+        """Let only these instances serve, None: as now; returns once they do.
 
-        Raises ValueError if they cannot, RuntimeError if the change failed and nothing changed,
+        Raises ValueError if they cannot, RuntimeError if the change failed without effect,
         TimeoutError if it takes longer: it goes on (see Controller.want_seats).
         """
         if not self._has_served:
@@ -263,7 +257,7 @@ class Service:
         return now
 
     def undo_seats(self) -> SeatsNow:
-        """Undo the change of seats that is under way. Raises ValueError if none is."""
+        """Undo the pending change of seats. Raises ValueError if none is."""
         now = self._controller.undo_seats().result(_ANSWER_S)
         self.seats_changed(now.wanted)
         return now
@@ -275,7 +269,7 @@ class Service:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a term serves with all wanted seats."""
+        """True if a term serves with all wanted seats."""
         try:
             now = self.want_seats(None)
         except (RuntimeError, TimeoutError):
@@ -283,7 +277,7 @@ class Service:
         return now.is_serving and not now.starting
 
     def want_layout(self, split: Sequence[int] | None) -> list[dict[str, int]]:
-        """Let the stages of a pipeline have so many layers each, None: as now; returns what is.
+        """Set the layers of a pipeline's stages, None: as now; returns the layout.
 
         Raises as `want_seats` does.
         """
@@ -295,7 +289,7 @@ class Service:
         return self._controller.stages()
 
     def regroup(self) -> None:
-        """Let all instances begin another term though none is lost, for tests and benchmarks."""
+        """Begin another term without a loss, for tests and benchmarks."""
         self._controller.regroup()
 
     def stop(self, reason: str = "the service is stopping") -> None:
@@ -402,7 +396,7 @@ class Service:
         return self._served.probe_factory if engines else self._served.prefill_factory
 
     def _config_of(self, member: Member) -> Config:
-        """The configuration without keys that the member does not need."""
+        """The configuration without keys that the member must not see."""
         config = self._config
         config = replace(config, service=replace(config.service, api_keys=()))
         if member == PREFILL:

@@ -1,9 +1,4 @@
-"""Spares: processes that have loaded what every instance needs, and wait for a seat.
-
-Enters: a launcher, a spec for each spare, whether all wanted seats serve. Leaves: processes that
-are started again when they end or have taken a seat, until the service stops. Does not know: seats,
-how a process prepares.
-"""
+"""Spares: processes that have loaded an instance's common parts, and wait for a seat."""
 
 from __future__ import annotations
 
@@ -16,9 +11,9 @@ from control_plane.launchers.launcher import Launcher
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-"""Time from one look to the next; in each, one spare is started at most."""
+"""Time between checks; each starts one spare at most."""
 _MAX_FAILURES = 3
-"""Spares that may end one after the other before they are ready."""
+"""Consecutive spares that may end before they are ready."""
 _JOIN_S = 10.0
 
 
@@ -32,9 +27,9 @@ class Spares:
         spec: Callable[[str], object],
         is_whole: Callable[[], bool],
     ) -> None:
-        """spec: of a spare of this name. is_whole: whether all wanted seats serve.
+        """spec: of a spare by name. is_whole: True if all wanted seats serve.
 
-        Spares are started while it is True only: what serves again has the machine to itself.
+        Spares start only then: recovery has the machine to itself.
         """
         self._launcher = launcher
         self._number = number
@@ -57,7 +52,7 @@ class Spares:
 
     @property
     def num_ready(self) -> int:
-        """How many could take a seat now. From any thread."""
+        """Spares ready to take a seat. From any thread."""
         return sum(self._launcher.spares)
 
     def _keep(self) -> None:

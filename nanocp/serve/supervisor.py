@@ -1,11 +1,7 @@
-"""The supervisor: it starts a controller, and another one when that is lost.
+"""The supervisor: it starts a controller, and another one when that is killed, crashes or hangs.
 
-Enters: a configuration, what is served. Leaves: the exit status of the last controller. Does not
-know: requests, terms; members and front ends only as processes.
-
-Processes of members and front ends are children of the supervisor, so they outlive a controller. A
-controller that ends by itself has decided so, and the service ends. One that is killed, crashes or
-hangs is followed by another.
+Members and front ends are its children, so they outlive a controller. If a controller exits by
+itself, the service ends.
 """
 
 from __future__ import annotations
@@ -42,31 +38,31 @@ MEMBERS, FRONT_ENDS = "members", "front ends"
 MEMBER_COMMAND = (sys.executable, "-m", "data_plane.programs.process")
 CONTROLLER_COMMAND = (sys.executable, "-m", "nanocp.cli.serve.controller_process")
 HUNG_S = 15.0
-"""A controller whose process says nothing for this long is killed."""
+"""A controller silent for this long is killed."""
 _FORCED_S = 5.0
-"""Once the service was asked twice to stop, a silent controller is killed after this time."""
+"""After a second stop signal, a silent controller is killed after this time."""
 _WATCH_S = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_LOSSES = 5
-"""After as many losses within _LOSSES_S the service ends."""
+"""Losses within _LOSSES_S that end the service."""
 _LOSSES_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerSpec:
-    """What a controller's process needs to know."""
+    """The data of a controller's process."""
 
     config: Config
     served: Served
     """Without its tokenizer."""
     has_tokenizer: bool
     number: int
-    """Counts the controllers of a service, from 1 on. Terms of a later one are later."""
+    """Counts a service's controllers from 1; terms of a later one are later."""
     cluster_id: str
     living: Mapping[str, Mapping[Member, Any]]
-    """Specs of processes that an earlier controller has started, by their launcher's name."""
+    """Specs of an earlier controller's processes, by launcher name."""
     seats: tuple[int, ...] | None = None
-    """Seats that an operator wanted of an earlier controller; None: all."""
+    """Seats that an operator wanted; None: all."""
 
 
 class Supervisor:
@@ -79,10 +75,10 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        """Prepare a service whose processes have this environment, beside the present one.
+        """Prepare a service; `environment` is added to its processes' own.
 
-        launcher: of members; by default they are plain processes. From the main thread. Raises
-        RuntimeError if the launcher does not start.
+        launcher: of members, by default plain processes. From the main thread. Raises RuntimeError
+        if the launcher does not start.
         """
         more = dict(environment or {})
         self.config = replace(config, service=with_ports(config.service))
@@ -102,9 +98,9 @@ class Supervisor:
         self._environment = more
         self._losses: deque[float] = deque(maxlen=_MAX_LOSSES)
         self._silent_s = 0.0
-        """Time that this process has lived through since the controller last said anything."""
+        """Time that this process has lived since the controller's last message."""
         self._is_serving = self._is_stopping = self._is_forced = False
-        """Whether the present controller serves; whether a signal came, and a second one."""
+        """The present controller serves; a signal came; a second one came."""
         self._undelivered: deque[int] = deque()
         """Signals for the present controller."""
         self.process: subprocess.Popen[bytes] | None = None
@@ -147,10 +143,10 @@ class Supervisor:
                 host.stop(0.0)
 
     def signal(self, number: int) -> None:
-        """Let the service end: the controller that serves gets the signal.
+        """End the service: the controller that serves gets the signal.
 
-        While a controller starts in place of a lost one, the first signal waits until it serves:
-        streams are open, and it lets them end. A second one ends it at once.
+        During a restart the first signal waits until the new one serves and can end open streams. A
+        second one ends it at once.
         """
         self._is_stopping, self._is_forced = True, self._is_stopping
         if self._is_forced:
@@ -168,11 +164,11 @@ class Supervisor:
 
     @property
     def _ends_at_once(self) -> bool:
-        """Whether the service stops, and a controller that starts is not waited for."""
+        """True if the service stops without waiting for a starting controller."""
         return self._is_stopping and (self._is_forced or not self.has_served.is_set())
 
     def _deliver(self) -> None:
-        """Pass signals on, each once: this may interrupt itself."""
+        """Pass each signal on once: this may interrupt itself."""
         if self.process is not None and (self._is_serving or self._ends_at_once):
             with suppress(IndexError):
                 while True:
@@ -231,7 +227,7 @@ class Supervisor:
                         ).start()
 
     def _watch(self, process: subprocess.Popen[bytes], over: threading.Event) -> None:
-        """Kill a controller that hangs, or is stopped: nobody else would notice."""
+        """Kill a controller that hangs or is stopped."""
         while not over.wait(_WATCH_S):
             self._silent_s += _WATCH_S
             limit_s = _FORCED_S if self._is_forced else HUNG_S
@@ -242,7 +238,7 @@ class Supervisor:
 
 
 def with_ports(service: ServiceConfig) -> ServiceConfig:
-    """The configuration with ports instead of 0: a later controller must be where the first was."""
+    """Replace ports of 0: a later controller must use the same ones."""
     num = service.front_ends
     return replace(
         service,

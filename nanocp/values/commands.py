@@ -1,7 +1,4 @@
-"""What the controller says to members.
-
-Enters: nothing; values only. Leaves: the values. Does not know: streams, terms, what follows.
-"""
+"""Commands of the controller to members."""
 
 from __future__ import annotations
 
@@ -16,30 +13,30 @@ from nanocp.values.plan import InstancePlan, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A term begins, and all its instances are here: attach to the peers."""
+    """A term begins with all its instances: attach to the peers."""
 
     peers: tuple[Peer, ...] = ()
     """By instance."""
     newest_ticket: int = 0
-    """The last ticket of all terms before; it and older ones are void."""
+    """The last ticket of earlier terms; all up to it are void."""
     seats: tuple[int, ...] = ()
     """Instances of the term, ascending."""
     expert_seats: tuple[int, ...] = ()
-    """For each expert its instance, the same in every layer. Empty: a model without experts."""
+    """Each expert's instance, in every layer. Empty: no experts."""
     expert_slots: tuple[int, ...] = ()
     """For each expert its slot there."""
     keeps_rows: bool = False
-    """Rows and tables go on as they are: the last term ended at the edge of a window."""
+    """Rows and tables stay: the last term ended between windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The term is over: abandon the step, leave the term, and answer Left."""
+    """The term is over: abandon the step, and answer Left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Leave the cluster: close everything and end the stream."""
+    """Close everything and end the stream."""
 
     reason: str
 
@@ -54,38 +51,37 @@ class ExpectPages:
 
 @dataclass(frozen=True, slots=True)
 class SendPages:
-    """Send pages of this instance to the instances that expect them."""
+    """Send pages to the instances that expect them."""
 
     transfer: Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class RefusePages:
-    """Take no page of this ticket any more, and answer TransferFenced."""
+    """Take no more pages of this ticket, and answer TransferFenced."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagePrompt:
-    """To a stage of a pipeline, before the pass in which the request starts."""
+    """A prompt for a pipeline's stage, before the request's first pass."""
 
     request_id: int
     token_ids: Sequence[int]
     prompt_logprobs: int | None = None
-    """Most likely tokens to report beside each token of the prompt; None: no log probabilities."""
+    """Most likely tokens to report beside each prompt token; None: no log probabilities."""
     front_end: str = ""
     """host:port that gets them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """To the prefill: compute the KV of a prompt, and write it under the transfer's ticket."""
+    """Compute a prompt's KV, and write it under the transfer's ticket."""
 
     transfer: Transfer
     token_ids: Sequence[int]
-    """Ids of positions 0 .. num_tokens - 1; with prompt_logprobs or drafts, of position num_tokens
-    too."""
+    """Ids of positions 0 .. num_tokens - 1, and of num_tokens with prompt_logprobs or drafts."""
     prompt_logprobs: int | None = None
     """Most likely tokens to report at positions 1 .. num_tokens; None: no log probabilities."""
     front_end: str = ""
@@ -94,14 +90,14 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelPrefill:
-    """To the prefill: stop working on this ticket, if it is queued or running."""
+    """Stop the prefill of this ticket, queued or running."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class PagesArrived:
-    """To the prefill: all receivers of this ticket have all their pages."""
+    """All receivers of this ticket have their pages."""
 
     ticket: int
 

@@ -1,10 +1,7 @@
-"""The expert table: the seat of each expert and its slot there, the same in every layer.
+"""The expert table: each expert's seat and slot, the same in every layer.
 
-Enters: numbers of experts, seats and slots, which seats serve. Leaves: tables. Does not know:
-weights, tensors, processes.
-
-Every seat has slots for its share of all experts, and some more that are redundant. Experts whose
-seat does not serve are put into redundant slots of the seats that do.
+Every seat has slots for its share of all experts and redundant ones, which take the experts of
+seats that do not serve.
 """
 
 from __future__ import annotations
@@ -15,37 +12,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """Where each expert is."""
+    """The place of each expert."""
 
     seats: tuple[int, ...]
     """The seat of each expert."""
     slots: tuple[int, ...]
-    """The slot of each expert at its seat."""
+    """Each expert's slot at its seat."""
 
     def at(self, seat: int) -> dict[int, int]:
-        """The experts of a seat: slot -> expert."""
+        """slot -> expert of a seat."""
         pairs = enumerate(zip(self.seats, self.slots, strict=True))
         return {slot: expert for expert, (where, slot) in pairs if where == seat}
 
 
 def home_experts(num_experts: int, seat: int, num_seats: int) -> range:
-    """The experts that a seat holds while all serve: numbers of two seats differ by at most 1."""
+    """Experts of a seat while all serve; shares differ by at most 1."""
     first, end = (-(-each * num_experts // num_seats) for each in (seat, seat + 1))
     return range(first, end)
 
 
 def num_slots(num_experts: int, num_seats: int, redundant: int) -> int:
-    """Slots of each seat in a layer: the largest share, and the redundant ones."""
+    """Slots of each seat in a layer: the largest share, and redundant ones."""
     return -(-num_experts // num_seats) + redundant
 
 
 def fewest_seats(num_experts: int, num_seats: int, redundant: int) -> int:
-    """How many seats must serve, so that every expert has a slot; at least one."""
+    """Fewest serving seats with a slot for every expert; at least 1."""
     return max(1, -(-num_experts // max(1, num_slots(num_experts, num_seats, redundant))))
 
 
 def home_table(num_experts: int, num_seats: int) -> ExpertTable:
-    """The table while all seats serve: seat i has its share in slots 0, 1, ..."""
+    """The table while all seats serve: shares in slots 0, 1, ..."""
     return place_experts(num_experts, num_seats, 0, range(num_seats))
 
 
@@ -58,9 +55,9 @@ def place_experts(
 ) -> ExpertTable:
     """Place every expert on seats that serve.
 
-    An expert of a seat that serves is in its own slot. Any other one stays where it was `before` if
-    that seat serves, else it goes to the seat with the most free slots. Raises ValueError, with the
-    number that would do, if the seats have too few slots.
+    An expert keeps its own slot if its seat serves, else its place `before` if that seat serves;
+    otherwise it goes to the seat with the most free slots. Raises ValueError, with a number that
+    would do, if slots are too few.
     """
     total = num_slots(num_experts, num_seats, redundant)
     needed = fewest_seats(num_experts, num_seats, redundant)

@@ -1,7 +1,4 @@
-"""The load of one cluster, as what stands in front of several reads it.
-
-Enters: loads of instances. Leaves: a few numbers. Does not know: requests, who asks.
-"""
+"""The load of one cluster, for routers in front of several."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ from nanocp.values.plan import PAGE_SIZE, InstanceLoad
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """What instances that decode together hold, and what they have room for."""
+    """Load of instances that decode together, and their free room."""
 
     kv_tokens_used: int
     kv_tokens_free: int
     rows_used: int
     rows_free: int
     load_tokens: float
-    """Mean of an instance's KV tokens and rows, a row counted as so many tokens as its dispatch
-    costs. The group where it is least is the one that a new request slows least."""
+    """Mean KV tokens of an instance, with each row's dispatch cost in tokens; a router takes the
+    least."""
 
     @classmethod
     def of(cls, loads: Sequence[InstanceLoad], max_rows: int, row_tokens: int) -> GroupLoad:
-        """Sum the loads of instances that serve. row_tokens: what a row costs, in KV tokens."""
+        """Sum the loads of serving instances. row_tokens: a row's cost, in KV tokens."""
         serving = [load for load in loads if load.num_frames]
         kv_tokens = sum(load.kv_tokens for load in serving)
         num_rows = sum(load.num_rows for load in serving)
@@ -38,5 +35,5 @@ class GroupLoad:
         )
 
     def longest_prompt(self, max_model_len: int) -> int:
-        """Tokens of the longest prompt whose KV fits now, over as many instances as it needs."""
+        """Tokens of the longest prompt whose KV fits now, over any number of instances."""
         return min(max_model_len, self.kv_tokens_free) if self.rows_free else 0

@@ -1,8 +1,4 @@
-"""The members of a cluster, and what they say to the controller.
-
-Enters: nothing; values only. Leaves: the values. Does not know: streams, terms' steps, what follows
-from what a member says.
-"""
+"""The members of a cluster, and their messages to the controller."""
 
 from __future__ import annotations
 
@@ -23,21 +19,20 @@ from nanocp.values.plan import (
 class Member(NamedTuple):
     """A process that dials the controller: `Member("instance", 3)`, or the prefill.
 
-    `Member("node", 0)` is the process that carries the streams of a node's instances: no member of
-    a term, but started and ended as one.
+    `Member("node", 0)` carries the streams of a node's instances and is no member of a term.
     """
 
     kind: str
     """`instance`, `prefill` or `node`."""
     instance: int | None = None
-    """The number of an instance or of a node; None for the prefill."""
+    """Number of an instance or a node; None for the prefill."""
 
     def __str__(self) -> str:
         return self.kind if self.instance is None else f"{self.kind} {self.instance}"
 
     @classmethod
     def named(cls, name: str) -> Member:
-        """The member whose `str` this is. Raises ValueError if its number is none."""
+        """The member of this `str`. Raises ValueError for a number that is none."""
         kind, _, number = name.partition(" ")
         return cls(kind, int(number) if number else None)
 
@@ -46,29 +41,29 @@ PREFILL = Member("prefill")
 
 
 class Peer(NamedTuple):
-    """Where an instance is, for its peers."""
+    """An instance's address for its peers."""
 
     node: str = ""
-    """The node's identity: equal for processes that share memory."""
+    """Equal for processes that share memory."""
     address: str = ""
-    """host:port where writers of other nodes attach; empty if they cannot."""
+    """host:port for writers of other nodes; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """An instance has loaded its model, and waits for a term."""
+    """An instance has its model, and waits for a term."""
 
     instance: int
     where: Peer
     kept: tuple[tuple[int, TargetRun], ...] | None = None
-    """(request, a run of its pages) that it holds since a controller was lost; None: it is new."""
+    """(request, run of pages) kept since a controller was lost; None: it is new."""
     restarts: tuple[tuple[int, int, int], ...] = ()
-    """(request, least, most): where rows may go on with states that are here, as Left says."""
+    """(request, least, most): positions at which rows may go on with states here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """A member has loaded this percentage of its weights, 1 to 100."""
+    """Loaded percentage of a member's weights, 1 to 100."""
 
     percent: int
 
@@ -78,7 +73,7 @@ class Beat:
     """The member lives."""
 
     awaited: int | None = None
-    """The instance that its decode thread is blocked on; None if it is not."""
+    """The instance that the decode thread waits for, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,42 +81,39 @@ class Ready:
     """The member has joined the term."""
 
     chosen: tuple[str, ...] = ()
-    """What it has chosen at its start and why, one sentence each."""
+    """Choices at its start with reasons, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The instance has left the term, and waits for the next one."""
+    """The instance has left the term, and waits for the next."""
 
     restarts: tuple[tuple[int, int, int], ...] = ()
-    """(request, least, most): positions at which the row of a state that is here may go on."""
+    """(request, least, most): positions at which rows may go on with states here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A wait for a peer has failed; the member waits for the end of the term."""
+    """A wait for a peer failed; the member waits for the term's end."""
 
     instance: int | None
     """The peer, if it is known."""
     is_gone: bool
-    """Whether its process is gone, as far as the member can see; else it is silent."""
+    """The process is known to be gone; else it is silent."""
     message: str
-    """What was waited for and how long, as a sentence."""
+    """A sentence: the peer, and how long it was awaited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The member cannot go on and exits; the message says why."""
+    """The member exits, for the reason in the message."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """An instance asks for the full table of a window: the plan was made for another one.
-
-    Nothing else can be applied before (protocol.md, table digests).
-    """
+    """An instance asks for a window's full table: digests differ (protocol.md, table digests)."""
 
     window: int
     reason: str
@@ -129,7 +121,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class TokensLost:
-    """A front end took no more tokens of these requests, which begin another attempt."""
+    """A front end refused tokens of these requests, which begin another attempt."""
 
     request_ids: tuple[int, ...]
     reason: str
@@ -137,14 +129,14 @@ class TokensLost:
 
 
 class EngineNow(NamedTuple):
-    """What computes prompts for the prefill; counts are since its start."""
+    """An engine that computes prompts; counts are since its start."""
 
     url: str
     is_up: bool = False
     problem: str = ""
-    """Why it is not up, as a sentence."""
+    """A sentence: the reason that it is not up."""
     tokens_in_flight: int = 0
-    """Prompt tokens that it is asked for now."""
+    """Prompt tokens in flight."""
     num_done: int = 0
     num_failed: int = 0
     num_cancelled: int = 0
@@ -152,14 +144,14 @@ class EngineNow(NamedTuple):
     num_pages: int = 0
     """Pages of the prompts that are done."""
     answer_s: float = 0.0
-    """Seconds until the engine answered, over all prompts that are done."""
+    """Seconds until it answered, over all finished prompts."""
     arrive_s: float = 0.0
-    """Seconds from its answer until all pages had arrived, over all prompts that are done."""
+    """Seconds from its answer to the last page, over all finished prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginesNow:
-    """The state of every engine of the prefill, whenever it has changed."""
+    """State of every engine of the prefill, at each change."""
 
     engines: tuple[EngineNow, ...]
 
@@ -175,17 +167,14 @@ Report = (
     | TokensLost
     | EnginesNow
 )
-"""What a member says of its work in a term."""
+"""A member's report of its work in a term."""
 
 Said = Hello | Loading | Beat | Ready | Left | Suspect | Failure | Report
-"""What a member says."""
+"""Any message of a member."""
 
 
 class Envelope(NamedTuple):
-    """A message of a member, or for one, and the term that it belongs to.
-
-    Who gets it drops what is of an earlier term.
-    """
+    """A message with its term; receivers drop those of earlier terms."""
 
     message: Any
     term: int = 0

@@ -1,7 +1,4 @@
-"""KV outside the frames, as values: what is copied there and back, and the hash of a page.
-
-Enters: nothing. Leaves: the values. Does not know: which page is where, who copies, files.
-"""
+"""KV outside the frames: values for copies there and back, and page hashes."""
 
 from __future__ import annotations
 
@@ -14,23 +11,19 @@ from typing import NamedTuple
 from nanocp.values.table_changes import PAGE_SIZE
 
 HASH_BYTES = 16
-"""Long enough that no prompt with the hash of another's page can be found: that takes 2^128
-tries."""
+"""Finding another prompt with a page's hash takes 2^128 tries."""
 
 
 def next_page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash a full page: its token ids, and by the previous page's hash all tokens before.
-
-    previous: empty for the first page.
-    """
+    """Hash a full page and, by the hash of the `previous` page, all before; empty for the first."""
     return blake2b(previous + array("I", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
 
 def page_hashes(token_ids: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:
     """One hash for each full page, of all tokens up to its end (see `Arrival.page_hashes`).
 
-    All requests have the same weights, so equal tokens have equal KV; salt keeps pages apart that
-    must not be found. The page of the last token is left out: the first decode step writes its KV.
+    Pages of different salts are kept apart. The page of the last token is left out: the first
+    decode step writes its KV.
     """
     tokens, page_hash = array("I", token_ids), salt
     hashes: list[bytes] = []
@@ -41,7 +34,7 @@ def page_hashes(token_ids: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...
 
 
 class WrittenPage(NamedTuple):
-    """A row has written the last token of a page, so that the page will not change any more."""
+    """A row has filled a page, which is final now."""
 
     request_id: int
     attempt: int
@@ -51,10 +44,9 @@ class WrittenPage(NamedTuple):
 
 
 class Stow(NamedTuple):
-    """Pages that an instance is to copy into slots, in order, each before the next command.
+    """Pages that an instance copies into slots, in order, before the next command.
 
-    Answered by TransferDone, or by TransferFenced if one of them could not be written: then none of
-    the slots counts.
+    Answered by TransferDone, or by TransferFenced if one was not written: then no slot counts.
     """
 
     ticket: int
@@ -62,7 +54,7 @@ class Stow(NamedTuple):
     pages: tuple[tuple[int, int], ...]
     """(frame, slot)."""
     is_demotion: bool = False
-    """Whether the pages are in slots already: the first number of each is one too."""
+    """Pages are in slots already: each first number is a slot."""
 
 
 class StoredPage(NamedTuple):
@@ -74,9 +66,9 @@ class StoredPage(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Pages under a ticket that an instance is to send from its slots, also to itself.
+    """Pages under a ticket that an instance sends from its slots, also to itself.
 
-    The receivers answer for them. A page that cannot be read is answered by TransferMissed.
+    The receivers answer. A page that cannot be read is answered by TransferMissed.
     """
 
     ticket: int
@@ -86,7 +78,7 @@ class Fetch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferMissed:
-    """Instance `instance` cannot read a page that it was to send from a slot."""
+    """`instance` cannot read a page from a slot."""
 
     ticket: int
     instance: int

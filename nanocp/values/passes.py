@@ -1,11 +1,4 @@
-"""The values of a pipeline that cross rooms: passes, and what stages report.
-
-Enters: nothing. Leaves: frozen values that the pipeline's scheduler, its stages and the simulator
-share. Does not know: sockets, clocks, tensors, tokens.
-
-A stage is a member with a contiguous range of the model's layers. A pass goes through all stages.
-All stages have one page table: frame f of a stage holds its layers of the page in frame f.
-"""
+"""Values of a pipeline that planes share: passes, and reports of stages."""
 
 from __future__ import annotations
 
@@ -18,7 +11,7 @@ from nanocp.values.plan import Ended, Event, Finished, InstancePlan, Plan, Preem
 
 
 class SamplerWork(IntFlag):
-    """What a token's sampling takes besides its logits and the highest of them. 0: it is greedy."""
+    """Work of sampling a token beside its highest logit; 0: greedy."""
 
     DRAWN = 1
     """It is drawn by chance."""
@@ -31,9 +24,9 @@ class SamplerWork(IntFlag):
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The layers of each stage, as equal as whole layers allow.
+    """Layers of each stage, as equal as possible.
 
-    The first stages take the remainder: the last one also samples.
+    First stages take the rest: the last one samples.
     """
     fewest, num_more = divmod(num_layers, num_stages)
     return tuple(fewest + (stage < num_more) for stage in range(num_stages))
@@ -46,18 +39,13 @@ def layers_of(split: Sequence[int], stage: int) -> range:
 
 
 def prompt_passes(num_stages: int) -> int:
-    """Passes in flight where nothing is sampled: two for each stage.
-
-    The first chunk of a prompt takes less time than the last. With a pass more a stage need not
-    wait for a long one that is before it.
-    """
+    """Passes in flight without sampling: two for each stage, and one against long chunks."""
     return 2 * num_stages if num_stages > 1 else 1
 
 
 WAIT_CAUSES = ("fill", "tail", "kv", "work")
-"""Why a stage idles while a pass is in flight: the stage before still computes; the first stage has
-no tokens to go on with, which the last one samples; KV or weights of a layer that it got are still
-to come; no pass was planned."""
+"""Causes of a stage's idle time with a pass in flight: the stage before computes; the last stage
+has not sampled the tokens; KV or weights of a moved layer are to come; no pass is planned."""
 
 
 class Span(NamedTuple):
@@ -67,60 +55,59 @@ class Span(NamedTuple):
     first: int
     """Position of the first token."""
     num_tokens: int
-    """One for a row that decodes; a chunk of a prompt may have more."""
+    """1 for a decoding row; more for a chunk of a prompt."""
     samples: bool
-    """Whether the token after the span is sampled: its last token is the last that is known."""
+    """The token after the span is sampled: its last token is the last known one."""
 
 
 class PassPlan(NamedTuple):
-    """One pass. Every stage gets the same plan, and runs its passes in their order."""
+    """One pass; every stage runs the same plans in order."""
 
     number: int
     """Counts from 0 without gaps."""
     layout: int
-    """The last layout (LayerMoves.number) before the pass; 0: that of the start."""
+    """Last layout (LayerMoves.number) before the pass; 0: the first one."""
     after: int
-    """The first stage begins once it has the tokens of this pass and of all before; -1: at once.
+    """The first stage waits for the tokens of this pass and all before; -1: it does not wait.
 
-    It bounds the passes in flight, and a row's pass waits for the token that it begins with.
+    So passes in flight are bounded, and a row's input token is known.
     """
     table: InstancePlan
-    """Changes of the page table with its digests, requests that start and requests that end.
+    """Changes of the one page table with digests, and requests that start and end.
 
-    All stages have one table, that of instance 0. The RowStart of a request is in its first pass.
+    The RowStart of a request is in its first pass.
     """
     spans: tuple[Span, ...]
 
 
 class LayerMove(NamedTuple):
-    """KV of one layer that goes from a stage to another."""
+    """KV of one layer that moves between stages."""
 
     layer: int
     source: int
     target: int
     place: int
-    """The place of the layer in the target's KV; what another layer has there is forgotten."""
+    """The layer's place in the target's KV; earlier content is dropped."""
     frames: tuple[tuple[int, int], ...]
-    """(first frame, frames) of the pages to send, ascending."""
+    """(first frame, number) of the pages to send, ascending."""
 
 
 class LayerMoves(NamedTuple):
-    """Layers that change their stage, in one order with the passes; every stage gets all of it.
+    """Layers that change their stage, in order with the passes; every stage gets all of it.
 
-    A stage that has come to it has run every earlier pass: full pages are final, and with a split
-    the open ones are too.
+    Earlier passes are done then: full pages are final, and with a split open ones too.
     """
 
     number: int
-    """Counts from 1. The next one is sent when every stage has reported this one."""
+    """From 1; the next is sent when every stage has reported this one."""
     split: tuple[int, ...] | None
-    """The layers of each stage from the next pass on, which is the mark; None: pages go ahead."""
+    """Layers of each stage from the next pass on; None: pages go ahead."""
     moves: tuple[LayerMove, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """The last stage has run a pass, and so has every other. It reports them in their order."""
+    """Every stage has run a pass; reported by the last one, in order."""
 
     number: int
     finished: tuple[Finished, ...] = ()
@@ -129,7 +116,7 @@ class PassDone:
 
 @dataclass(frozen=True, slots=True)
 class StageWorked:
-    """A stage has run its layers of a pass. Each reports its passes in their order."""
+    """A stage has run its layers of a pass; each reports in order."""
 
     stage: int
     number: int
@@ -139,7 +126,7 @@ class StageWorked:
 
 @dataclass(frozen=True, slots=True)
 class LayersMoved:
-    """A stage has sent and received its part of LayerMoves. Every stage reports each of them."""
+    """A stage has sent and received its part of LayerMoves."""
 
     stage: int
     number: int
@@ -147,14 +134,14 @@ class LayersMoved:
 
 @dataclass(frozen=True, slots=True)
 class LayoutWanted:
-    """An operator wants a layout, to which there is no obstacle (LayoutChanges.obstacle)."""
+    """An operator wants a layout that LayoutChanges.obstacle allows."""
 
     split: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The answer to one `plan_pass` call, which the controller carries out."""
+    """The answer to `plan_pass`, which the controller carries out."""
 
     pass_plan: PassPlan | None
     """None: no pass now."""
@@ -166,7 +153,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True)
 class PassesPlan(Plan):
-    """A plan of a pipeline for the controller: its window is a pass, of one table."""
+    """A pipeline's plan for the controller: its window is a pass, with one table."""
 
     pass_plan: PassPlan | None = None
     layer_moves: LayerMoves | None = None
@@ -174,4 +161,4 @@ class PassesPlan(Plan):
 
 
 ServiceEvent = Event | LayersMoved | LayoutWanted
-"""What happens in a cluster of instances, or in a pipeline."""
+"""Events of a cluster of instances, or of a pipeline."""

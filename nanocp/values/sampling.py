@@ -1,8 +1,4 @@
-"""What a row samples by, what it starts from, and the token that comes back.
-
-Enters: a request's parameters. Leaves: frozen, validated values that travel between the front end
-and the instances. Does not know: tokens' text, the scheduler, torch.
-"""
+"""A row's sampling parameters, its start, and the tokens that come back."""
 
 from __future__ import annotations
 
@@ -15,45 +11,41 @@ from nanocp.values.plan import FinishReason
 from nanocp.values.sampling_fields import CONTROLS, SamplingControls, check_bounds
 
 MAX_STOP_TOKEN_IDS = 64
-"""Stop token ids of one request, the model's end-of-sequence tokens included: row state has a
-bounded size."""
+"""Stop token ids of one request, with the model's own: row state is bounded."""
 MAX_LOGIT_BIASES = 1024
 """Tokens with a bias of one request."""
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORD_TOKENS = 512
 """Tokens of all bad words of one request."""
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Numbers that are reported for one prompt: at every position its own token's and the most likely
-tokens'."""
+"""Numbers reported for one prompt: each token's own and the most likely ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(SamplingControls):
-    """Parameters of one row, validated. nanocp.values.sampling_fields says what clients may ask.
+    """Validated parameters of one row; nanocp.values.sampling_fields has those of clients.
 
-    Raises ValueError naming the field, what was wrong and what would be right.
+    Raises ValueError naming the field, the fault and the remedy.
     """
 
     max_tokens: int = 16
     """Most tokens to generate."""
     min_tokens: int = 0
-    """Stop tokens are not sampled before this many tokens."""
+    """No stop token is sampled before this many tokens."""
     seed: int = 0
-    """Random numbers are a function of (seed, index of the token): the same at any CP degree, batch
-    and binding."""
+    """Random numbers depend on (seed, token index) only, at any CP degree, batch and binding."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the request with STOP. The token itself is delivered."""
+    """Sampling one of these ends the request with STOP; it is delivered."""
     ignore_eos: bool = False
-    """Do not add the model's end-of-sequence tokens to stop_token_ids."""
+    """Leave the model's end-of-sequence tokens out of stop_token_ids."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit, from -100 to 100); ids ascend."""
+    """(token id, addend of its logit, -100 to 100); ids ascend."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences: the last token of one is not sampled where the output ends with its others.
-    """
+    """Token sequences: the last token is not sampled after its others."""
     constraint: str = ""
-    """A grammar in llguidance's form: tokens outside it are not sampled. Empty: none."""
+    """A grammar in llguidance's form that the output obeys. Empty: none."""
     logprobs: int | None = None
-    """Most likely tokens to report beside each token, from 0 to 20; None: no log probabilities."""
+    """Most likely tokens reported beside each token, 0 to 20; None: no log probabilities."""
 
     def __post_init__(self) -> None:
         for name in (*CONTROLS, "max_tokens", "seed", "logprobs"):
@@ -85,7 +77,7 @@ class SamplingParams(SamplingControls):
 
     @property
     def work(self) -> SamplerWork:
-        """What sampling a token of the row takes; min_tokens count for nothing."""
+        """Work of sampling the row's tokens, without min_tokens."""
         work = SamplerWork(0)
         if self.temperature > 0:
             work |= SamplerWork.DRAWN
@@ -105,107 +97,95 @@ class SamplingParams(SamplingControls):
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """The start of a row: what `Arrival.row_start` encodes (nanocp.wire.rows).
-
-    The scheduler passes it on unread.
-    """
+    """The start of a row, encoded as `Arrival.row_start` (nanocp.wire.rows)."""
 
     last_token: int
-    """The prompt's last token: input of the first decode step."""
+    """The prompt's last token: first input."""
     params: SamplingParams
     front_end: str
-    """host:port of the gRPC server that gets the tokens."""
+    """host:port of the gRPC server for the tokens."""
     output_ids: tuple[int, ...] = ()
-    """Tokens generated before (resume); their last is then `last_token`."""
+    """Earlier tokens (resume); the last is `last_token`."""
     prompt_ids: tuple[int, ...] = ()
     """The prompt's `penalized_prompt_ids`."""
     attempt: int = 0
-    """`Arrival.attempt`: every token of the row carries it."""
+    """`Arrival.attempt`, which every token of the row has."""
     page_hash: bytes = b""
-    """Hash of the pages before that of `last_token` (see `Arrival.page_hashes`)."""
+    """Hash of the pages before that of `last_token`."""
     page_ids: tuple[int, ...] = ()
-    """Token ids in the page of `last_token`, up to it. Empty: nobody asks for hashes of pages."""
+    """Token ids in the page of `last_token`, up to it. Empty: no hashes are wanted."""
 
 
 def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
-    """Distinct token ids of the prompt, ascending; none if no penalty asks for them."""
+    """Distinct token ids of the prompt, ascending; none without penalties."""
     return tuple(sorted(set(prompt_ids))) if params.repetition_penalty != 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffState:
-    """State of a row that changes its MoE binding (protocol.md, hand-offs).
-
-    It goes from the old MoE binding to the new one through the exchange's mailbox.
-    """
+    """State of a row that goes to a new MoE binding (protocol.md, hand-offs)."""
 
     request_id: int
     finished: bool
-    """The row has stopped: it still takes part in the exchange, and delivers nothing."""
+    """A stopped row stays in the exchange, and delivers nothing."""
     position: int
     """Position of the next input token."""
     row: RowInput
-    """`output_ids` are all tokens so far and `last_token` is the next input: sampling is a function
-    of this."""
+    """`output_ids` are all tokens so far; `last_token` is the next input."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one token, before temperature and every other control."""
+    """Natural log probabilities at one token, before all controls."""
 
     logprob: float
     """The sampled token's."""
     top: tuple[tuple[int, float], ...]
-    """(token id, log probability) of the most likely tokens, descending."""
+    """(token id, log probability) of the most likely, descending."""
 
 
 class PromptLogprobs(NamedTuple):
-    """The log probabilities that a prefill reports beside the KV."""
+    """Log probabilities that a prefill reports."""
 
     num_top: int
-    """Most likely tokens to report at each position."""
+    """Most likely tokens at each position."""
     report: Callable[[Sequence[TokenLogprobs]], None]
-    """Called with the log probabilities of the tokens 1, 2, ... of the prompt, in order, in pieces.
-    """
+    """Gets those of prompt tokens 1, 2, ... in order, in pieces."""
 
 
 class Token(NamedTuple):
-    """One generated token on its way to the front end (protocol.md, ordered tokens).
-
-    It has the request's id and an index, never a row.
-    """
+    """A generated token on its way to the front end (protocol.md, ordered tokens)."""
 
     front_end: str
-    """host:port of the front end that owns the client."""
+    """host:port of the client's front end."""
     request_id: int
     index: int  # type: ignore[assignment]  # nobody looks for a value in a token
     """0 for the first generated token."""
     token_id: int
     finish_reason: FinishReason | None
-    """Set on the last token only; the request then has index + 1 tokens."""
+    """On the last token only; the request then has index + 1 tokens."""
     logprobs: TokenLogprobs | None = None
     """Set if the request asks for them."""
     attempt: int = 0
     """The attempt that generated it (protocol.md, one history)."""
     num_drafts: int = 0
-    """Drafts that its step checked behind it; -1: it was a draft of the step itself."""
+    """Drafts checked behind it in its step; -1: a draft itself."""
 
 
 class PromptPart(NamedTuple):
-    """Log probabilities of a prompt, for a request that asks for them."""
+    """Log probabilities of a part of a prompt."""
 
     request_id: int
     first: int
-    """Position in the prompt of the first of these tokens; at least 1."""
+    """First position in the prompt, at least 1."""
     logprobs: tuple[TokenLogprobs, ...]
     """One for each token from `first` on."""
 
 
 class TokenBatch(NamedTuple):
-    """What a member delivers to one front end at a time."""
+    """A member's delivery to one front end."""
 
     instance: int = 0
-    """That of the tokens."""
     tokens: tuple[Token, ...] = ()
     prompts: tuple[PromptPart, ...] = ()
-    """From the prefill, which is no instance, or from the last stage of a pipeline."""
+    """From the prefill, or a pipeline's last stage."""

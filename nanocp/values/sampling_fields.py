@@ -1,11 +1,7 @@
-"""The table of sampling parameters: each name once, with its type, default, bounds and help.
+"""The table of sampling parameters: each with its type, default, bounds and help.
 
-Enters: nothing. Leaves: what a client may ask, as typed values with defaults, and the bounds that
-every endpoint checks. Does not know: prompts, tokens' text, the sampler's arithmetic.
-
-`nanocp generate --sampling`, the endpoints' reading, validation and the messages between members
-come from here. tests/nanocp/values/test_sampling_fields.py names what must spell a new parameter by
-itself: the protos, the HTTP body, the client's TypedDict and docs/use/api.md.
+tests/nanocp/values/test_sampling_fields.py names the other places of a new parameter: the protos,
+the HTTP body, the client's TypedDict and docs/use/api.md.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ NUM_SEEDS = 1 << 63
 
 
 class Bounds(NamedTuple):
-    """What a number must be."""
+    """The range of a number."""
 
     sentence: str
     """Follows "it must be"."""
@@ -35,7 +31,7 @@ class Bounds(NamedTuple):
     excludes_low: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raises ValueError, naming the field, for a number that is out of bounds or not finite."""
+        """Raises ValueError, naming the field, for a number out of bounds or not finite."""
         is_above = value > self.low if self.excludes_low else value >= self.low
         if not (is_above and value <= self.high and value < math.inf):
             raise ValueError(f"{name} is {value}; it must be {self.sentence}")
@@ -47,7 +43,7 @@ _LOGPROBS = Bounds(f"from 0 to {MAX_LOGPROBS}", 0, MAX_LOGPROBS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingControls:
-    """The numbers that shape a row's distribution: the same from the client to the sampler."""
+    """Numbers that shape a row's distribution, the same from client to sampler."""
 
     temperature: Annotated[float, Bounds("a finite number, 0 (greedy) or more", 0)] = 0.0
     """Divides the logits; 0 is greedy."""
@@ -67,7 +63,7 @@ class SamplingControls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest(SamplingControls):
-    """What a client may ask of the sampler, with the default of each parameter."""
+    """Sampling parameters of a client, with their defaults."""
 
     n: Annotated[int, Bounds(f"from 1 to {MAX_CHOICES}", 1, MAX_CHOICES)] = 1
     """Choices: outputs of one prompt. More than one needs a temperature above 0."""
@@ -108,10 +104,10 @@ class SamplingRequest(SamplingControls):
 
 
 CONTROLS = tuple(field.name for field in fields(SamplingControls))
-"""Names of the numbers that shape a row's distribution."""
+"""Names of the distribution's controls."""
 
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Names of the constraints of structured output, of which a request has one at most."""
+"""Names of constraints of structured output; a request has one at most."""
 
 BOUNDS: dict[str, Bounds] = {
     name: bounds

@@ -1,8 +1,6 @@
-"""An instance's table: rows, routes, pages and holders, and a digest that proves two copies equal.
+"""An instance's table: rows, routes, pages and holders, with a digest to compare copies.
 
-Enters: TableChanges. Leaves: the table after them, its digest, and the changes that build it from
-nothing. Does not know: who plans, who runs, tensors. The controller's shadow and every instance use
-this one class; the scheduler keeps only the digests, by the same function.
+The controller's shadow and every instance use this class; the scheduler keeps only digests.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ _from_bytes = int.from_bytes
 
 
 def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
-    """The digest of one entry, as an integer of 64 bits.
+    """The 64-bit digest of one entry.
 
     Entries are (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first page, instance, 0)
-    and (LINK, MoE binding, holder, slot, request); a link is an entry of both ends' tables.
+    and (LINK, MoE binding, holder, slot, request); a link is in both ends' tables.
     """
     entry = _no_entry.copy()
     entry.update(_pack_entry(kind, a, b, c, d))
@@ -42,12 +40,12 @@ def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
 
 
 def kind_in_lane(kind: int, lane: int) -> int:
-    """The kind of a row or link in a lane; that of lane 0 is the kind itself."""
+    """The kind of a row or link in a lane; unchanged for lane 0."""
     return kind + _LANE_KINDS * lane
 
 
 class LaneTable:
-    """The rows and links of one lane of an instance.
+    """Rows and links of one lane.
 
     rows: row -> request id. q_route, res_route: [peer][slot] -> request id.
     """
@@ -65,13 +63,11 @@ class LaneTable:
 
 
 class InstanceTable:
-    """One instance's table.
+    """One instance's table; nanocp.values.table_changes explains its entries.
 
-    nanocp.values.table_changes explains the entries. lanes: rows and links by lane. rows, q_route,
-    res_route: those of all lanes, lane 0 first, as a window of one lane runs them.
-    pages: request id -> its runs on this instance, ascending. holders:
-    request id -> (first page, instance), ascending, at the MoE binding. digest: sum mod 2^64 of an
-    8-byte blake2b per entry; an empty table has 0 (protocol.md, table digests).
+    pages: request id -> runs, ascending. holders, at the MoE binding: request id -> (first page,
+    instance), ascending. digest: sum mod 2^64 of an 8-byte blake2b per entry, 0 for none
+    (protocol.md, table digests).
     """
 
     __slots__ = (
@@ -96,23 +92,23 @@ class InstanceTable:
 
     @property
     def rows(self) -> list[int]:
-        """Row -> request id; the rows of lane 1 follow those of lane 0."""
+        """Row -> request id; lane 1 follows lane 0."""
         return self.lanes[0].rows + self.lanes[1].rows
 
     @property
     def q_route(self) -> list[list[int]]:
-        """[peer][slot] -> request id of what is sent there; lane 1 follows lane 0."""
+        """[peer][slot] -> request id sent there; lane 1 follows lane 0."""
         return _joined(*(lane.q_route for lane in self.lanes))
 
     @property
     def res_route(self) -> list[list[int]]:
-        """[peer][slot] -> request id of what comes from there; lane 1 follows lane 0."""
+        """[peer][slot] -> request id from there; lane 1 follows lane 0."""
         return _joined(*(lane.res_route for lane in self.lanes))
 
     def apply(self, changes: TableChanges) -> None:
         """Apply the changes and update the digest.
 
-        Raises AssertionError if a list would get a hole, or two runs of a request would overlap.
+        Raises AssertionError if a list gets a hole, or runs of a request overlap.
         """
         forgotten, rows, q_route, res_route, cleared, pages, holders_forgotten, holders = changes
         total, own = self.digest, self.instance
@@ -155,14 +151,14 @@ class InstanceTable:
         self.digest = total & DIGEST_MASK
 
     def holder(self, request_id: int, page: int) -> int:
-        """The instance that holds a page which the row appends to."""
+        """The instance of a page that the row appends to."""
         for first_page, instance in reversed(self.holders.get(request_id, ())):
             if first_page <= page:
                 return instance
         return self.instance
 
     def frames(self, request_id: int) -> dict[int, int]:
-        """page -> frame of the request's pages on this instance."""
+        """page -> frame of the request's pages here."""
         return {
             run.first_page + index: run.frame + index
             for run in self.pages.get(request_id, ())
@@ -170,7 +166,7 @@ class InstanceTable:
         }
 
     def full_changes(self) -> TableChanges:
-        """The changes that build this table from an empty one, for a resync."""
+        """Changes that build this table from nothing, for a resync."""
         return TableChanges(
             rows=tuple(
                 RowChange(row, request, number)
@@ -212,7 +208,7 @@ class InstanceTable:
         return digest
 
     def _clear_pages(self, clear: PageClear) -> int:
-        """Cut the pages out of the runs that hold them: all of them must be here."""
+        """Cut pages out of their runs; all must be here."""
         request_id, begin, num_pages = clear
         end = begin + num_pages
         kept: list[PageRun] = []
@@ -237,7 +233,7 @@ class InstanceTable:
 
 
 def parts_outside(run: PageRun, begin: int, end: int) -> list[PageRun]:
-    """The parts of a run that stay when the pages begin .. end - 1 are cut out of it."""
+    """Parts of a run outside the pages begin .. end - 1."""
     request_id, first, num_pages, frame = run
     parts = ((first, begin), (end, first + num_pages))
     return [PageRun(request_id, a, b - a, frame + a - first) for a, b in parts if a < b]
@@ -246,10 +242,7 @@ def parts_outside(run: PageRun, begin: int, end: int) -> list[PageRun]:
 def _set_dense(
     entries: list[int], digests: list[int], index: int, request: int | None, digest: int
 ) -> int:
-    """Set, append (index == length) or clear (request None: only the last) an entry.
-
-    Returns the change of the table's digest.
-    """
+    """Set, append or clear (request None: the last) an entry; returns the digest's change."""
     length = len(entries)
     if request is None:
         assert index == length - 1, f"only the last of {length} entries can be cleared, not {index}"

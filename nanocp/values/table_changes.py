@@ -1,8 +1,6 @@
-"""What changes in one instance's table from one window to the next.
+"""Changes of an instance's table between windows.
 
-Enters: nothing. Leaves: frozen values of a plan, which nanocp.values.table applies. Does not know:
-why they change. `None` clears an entry. Rows and slots are dense: only the last entry of a list is
-ever cleared, after a move.
+`None` clears an entry. Rows and slots are dense: only the last entry is cleared, after a move.
 """
 
 from __future__ import annotations
@@ -10,44 +8,40 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PAGE_SIZE = 64
-"""Tokens in a page, and in the frame that holds it (FlashMLA's page size)."""
+"""Tokens in a page and its frame (FlashMLA's page size)."""
 CARRY_PAGE = 1 << 24
-"""Number of the first page of a request's state in linear attention layers: behind all pages of KV.
-
-These pages are in frames of their own, behind an instance's frames of KV.
-"""
+"""First page number of a request's state in linear attention layers, behind all KV pages and in
+frames of their own."""
 
 
 class RowChange(NamedTuple):
-    """Row `row` of a lane of this instance belongs to the request from this window on."""
+    """Row `row` of a lane belongs to the request from this window on."""
 
     row: int
     request_id: int | None
     lane: int = 0
-    """0 or 1; every row is in lane 0 if the cluster runs one lane."""
+    """0 or 1; always 0 without lanes."""
 
 
 class RouteChange(NamedTuple):
-    """Slot `slot` between this instance and `peer` belongs to the request from this window on.
+    """Slot `slot` for `peer` belongs to the request from this window on.
 
-    In the Q-route of instance i with peer j: i sends the request's row to slot `slot` of i's region
-    at j. In the Res-route of j with peer i: what arrives there is that request, and its partial
-    returns to the same slot of j's region at i. So q_route[i][j] == res_route[j][i], always: one is
-    the transpose of the other (4.2.4).
+    In the Q-route of instance i with peer j, i sends the request's row to slot `slot` of i's region
+    at j. In the Res-route of j with peer i, its partial returns to the same slot of j's region at
+    i. So q_route[i][j] == res_route[j][i] (4.2.4).
     """
 
     peer: int
     slot: int
     request_id: int | None
     lane: int = 0
-    """The lane of the request's row: each lane has slots of its own."""
+    """The row's lane; each lane has its own slots."""
 
 
 class PageRun(NamedTuple):
-    """A run of pages in a run of frames of the instance: first_page + i is in frame + i.
+    """A run of pages in frames of the instance: first_page + i is in frame + i.
 
-    Page p is for token positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead of
-    them.
+    Page p has positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead.
     """
 
     request_id: int
@@ -57,7 +51,7 @@ class PageRun(NamedTuple):
 
 
 class TargetRun(NamedTuple):
-    """Where a run of pages goes: first_page + i into frame + i of the instance."""
+    """A run's target: first_page + i into frame + i of the instance."""
 
     first_page: int
     num_pages: int
@@ -65,13 +59,13 @@ class TargetRun(NamedTuple):
     frame: int
 
     def num_tokens_of(self, num_tokens: int) -> int:
-        """How many of a request's first num_tokens tokens have KV in it; 0: it has a state."""
+        """Tokens of the first num_tokens with KV in it; 0: it has a state."""
         before = self.first_page * PAGE_SIZE
         return max(min(self.num_pages * PAGE_SIZE, num_tokens - before), 0)
 
 
 class PageClear(NamedTuple):
-    """Pages first_page .. first_page + num_pages - 1 of the request leave this instance."""
+    """Pages first_page .. first_page + num_pages - 1 of the request leave."""
 
     request_id: int
     first_page: int
@@ -79,9 +73,9 @@ class PageClear(NamedTuple):
 
 
 class HolderChange(NamedTuple):
-    """From first_page on, up to the request's next entry, the row appends to pages at `instance`.
+    """From first_page to the request's next entry, the row appends to pages at `instance`.
 
-    Before its first entry, and without any, the row appends to its MoE binding's own pages.
+    Before its first entry, it appends to its MoE binding's pages.
     """
 
     request_id: int
@@ -90,15 +84,15 @@ class HolderChange(NamedTuple):
 
 
 class TableChanges(NamedTuple):
-    """What changes in one instance's table. Applied in the order of the fields."""
+    """Changes of one instance's table, in the order of the fields."""
 
     forgotten: tuple[int, ...] = ()
-    """Requests whose pages and holders leave this table."""
+    """Requests that lose their pages and holders here."""
     rows: tuple[RowChange, ...] = ()
     q_route: tuple[RouteChange, ...] = ()
     res_route: tuple[RouteChange, ...] = ()
     cleared: tuple[PageClear, ...] = ()
     pages: tuple[PageRun, ...] = ()
     holders_forgotten: tuple[int, ...] = ()
-    """Requests whose holders (not pages) leave this table: their MoE binding moved away."""
+    """Requests that lose only holders: their MoE binding moved."""
     holders: tuple[HolderChange, ...] = ()
