@@ -1,8 +1,4 @@
-"""The command `nanocp`: every command by its name.
-
-Enters: a command line. Leaves: an exit status. Does not know: what commands do; each imports what
-it needs when run.
-"""
+"""The command `nanocp`: every command by its name, with late imports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Checks of values: a value that must be one of a few words, or a number that must not be lower.
-
-Enters: the words or the bound. Leaves: a ValueError with a sentence for any other value. Does not
-know: options. One tuple of words makes the check, the sentence and the help. Standard library only.
-"""
+"""Checks of values against a few words or bounds, each with a sentence. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,19 +7,19 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 PROFILED = "profiled"
-"""Marks a field that `nanocp profile` measures: the profile file has it, and no other source."""
+"""Marks a field that `nanocp profile` measures and only the profile file sets."""
 INTERNAL = "internal"
-"""Marks a field that follows from others or that only tests set: users cannot."""
+"""Marks a field that follows from others or that only tests set."""
 
 
 def one_of(words: Sequence[str]) -> str:
-    """The words as a sentence lists them: "a, b or c"."""
+    """List words in a sentence: "a, b or c"."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def none_of(word: str, words: Sequence[str]) -> str:
-    """What a word that is none of these must be, and the one that it resembles, if any."""
+    """A sentence about a word that is none of these, with the nearest one if any."""
     longer = [one for one in words if word and one.startswith(word)]
     near = difflib.get_close_matches(word, words, n=1) or longer
     return f"it must be one of {', '.join(words)}" + (f" (nearest: {near[0]})" if near else "")
@@ -49,7 +45,7 @@ def check_at_least(low: int, **values: int) -> None:
 
 
 class Within(NamedTuple):
-    """The bounds of a field, declared as Annotated[int, Within(1)]."""
+    """Bounds of a field: Annotated[int, Within(1)]."""
 
     low: float
     high: float | None = None
@@ -65,7 +61,7 @@ class Within(NamedTuple):
 
 
 class Among(NamedTuple):
-    """The words that a field may be, declared as Annotated[str, Among(WORDS)]."""
+    """Words that a field may be: Annotated[str, Among(WORDS)]."""
 
     words: tuple[str, ...]
 
@@ -82,7 +78,7 @@ _MARKS: dict[type, dict[str, tuple[Any, ...]]] = {}
 
 
 def marks_of(kind: type) -> dict[str, tuple[Any, ...]]:
-    """What the annotation of each of a dataclass's fields declares beside its type."""
+    """Marks of each field of a dataclass, from its annotation."""
     if kind not in _MARKS:
         hints = get_type_hints(kind, include_extras=True).items()
         _MARKS[kind] = {name: getattr(hint, "__metadata__", ()) for name, hint in hints}
@@ -90,12 +86,12 @@ def marks_of(kind: type) -> dict[str, tuple[Any, ...]]:
 
 
 def is_hidden(marks: tuple[Any, ...]) -> bool:
-    """Whether no file, variable or flag may set a field with these marks."""
+    """True if no file, variable or flag may set such a field."""
     return INTERNAL in marks or PROFILED in marks
 
 
 def check_fields(section: Any) -> None:
-    """Raises ValueError for the first field that is not as its annotation declares."""
+    """Raises ValueError for the first field outside its declaration."""
     for name, marks in marks_of(type(section)).items():
         for mark in marks:
             if isinstance(mark, (Within, Among)):

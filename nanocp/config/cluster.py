@@ -1,8 +1,4 @@
-"""How many instances, on which nodes, and what each has room for.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: files, the environment, the command line. Standard library only: the scheduler imports it.
-"""
+"""The cluster: its instances, nodes and room. Standard library only: the scheduler imports it."""
 
 from __future__ import annotations
 
@@ -24,19 +20,18 @@ class BoundsConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     max_rows: Positive = 64
-    """Most requests whose MoE binding is one instance at a time."""
+    """Most requests with one MoE binding at a time."""
     max_links: Positive = 16
-    """Most rows that one instance sends to one other instance: slots of an exchange region."""
+    """Most rows that one instance sends to another: slots of an exchange region."""
     max_attention_rows: Positive = 96
-    """Most rows that an instance runs attention for: its own and those received. Unless it is set,
-    half more than max_rows."""
+    """Most rows that an instance runs attention for, received ones included. Unless it is set, half
+    more than max_rows."""
     max_partials: Positive = 48
     """Most remote partials that return to one MoE binding in a step."""
     max_hand_offs: Annotated[Positive, INTERNAL] = 4
-    """Most rows that one instance hands to one other instance at one edge of a window."""
+    """Most rows handed from one instance to another between windows."""
     max_grammar_bytes: Natural = 32_768
-    """Longest grammar of structured output; a hand-off has room for it. 0: structured output is
-    refused."""
+    """Longest grammar of structured output, in bytes. 0: structured output is refused."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,7 +44,7 @@ class BoundsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """How many instances, on which nodes, and what each holds."""
+    """The instances, their nodes, and their room."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -58,29 +53,27 @@ class ClusterConfig:
     instances_per_node: Positive = 4
     """Instances of one machine: instance i is on node i // instances_per_node."""
     num_frames: Positive = 256
-    """Frames of 64 tokens in each instance's pool, without the scratch frame."""
+    """Frames of 64 tokens in each instance's pool."""
     max_model_len: Positive = 8192
     """Most tokens of prompt and output of one request; not given, at most what the model has."""
     carry_pages: Annotated[Natural, INTERNAL] = 0
-    """Pages that a row's state in linear attention layers takes, at its MoE binding; as the
-    checkpoint says."""
+    """Pages of a row's state in linear attention layers; the checkpoint sets it."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     redundant_experts: Natural = 0
-    """Slots for experts that each instance has in every layer beyond its share of them. The cluster
-    goes on without an instance if the others have slots for all experts. On CPUs only."""
+    """Slots for experts that each instance has in every layer beyond its share. The cluster goes on
+    without an instance if the others have slots for all experts. On CPUs only."""
     spares: Natural = 0
-    """Processes that stand by with all weights but experts, and take the seats of lost instances:
-    these then load experts only. On the machine of `nanocp serve`, on CPUs."""
+    """Processes that stand by with all weights but experts, and take the seats of lost instances.
+    On the machine of `nanocp serve`, on CPUs."""
     layout: Annotated[str, Among(LAYOUTS)] = "instances"
     """instances: each has some experts of every layer, and a request's KV may be on several.
-    pipeline: each has some layers, with all their experts and KV, and prompts are computed there
-    too (docs/develop/pipeline.md)."""
+    pipeline: each has some layers, with all their experts and KV (docs/develop/pipeline.md)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def carry_place(self, frame: int) -> tuple[int, int]:
-        """(which state, which page of it) a frame behind those of KV is."""
+        """(state, page of it) of a frame behind those of KV."""
         return divmod(frame - self.num_frames, self.carry_pages)
 
     @property
@@ -93,7 +86,7 @@ class ClusterConfig:
         return instance // self.instances_per_node
 
     def num_holders(self, num_open: int = 0) -> int:
-        """Most instances that hold pages of one request, of so many that serve; 0: of all.
+        """Most instances with pages of one request, of `num_open`; 0: of all.
 
         They are its MoE binding and as many others as partials may return. Stages of a pipeline
         hold the same pages.

@@ -1,8 +1,4 @@
-"""What the scheduler is told of costs and of times to keep: what a link costs, which prompts hurry.
-
-Enters: numbers. Leaves: a frozen CostConfig, checked targets. Does not know: policies. Standard
-library only: the scheduler imports it.
-"""
+"""Costs and time targets for the scheduler, which imports this: standard library only."""
 
 from __future__ import annotations
 
@@ -15,15 +11,14 @@ from nanocp.config.choices import Natural, check_fields, require
 class CostConfig:
     """Costs for policy cost_aware, in KV tokens that attention reads in the same time.
 
-    The defaults here are those of DeepSeek-V3 on 32 H200 by measured operators, as the simulator
-    knows them; a
-    configuration that is loaded for CPUs has CPU_COSTS in their place.
+    The defaults are measured ones of DeepSeek-V3 on 32 H200; a configuration for CPUs has
+    CPU_COSTS.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     exchange_tokens: Natural = 96_704
-    """Cost of an instance's first link: both routes and the merge."""
+    """First link of an instance: both routes and the merge."""
     exchange_tokens_between_nodes: Natural = 23_181
     """Additional cost of the first link to another node."""
     link_tokens: Natural = 352
@@ -33,8 +28,8 @@ class CostConfig:
     dispatch_tokens_per_row: Natural = 5999
     """Cost of a row's dispatch and combine."""
     ingest_ns_per_token: Natural = 1405
-    """Nanoseconds in which an instance receives a token's KV from prefill (not in KV tokens); with
-    it scheduler.ttft_targets foresee when a prompt's KV is there."""
+    """Nanoseconds for an instance to receive a token's KV from prefill; scheduler.ttft_targets need
+    it."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -46,7 +41,7 @@ CPU_COSTS = CostConfig(
     dispatch_tokens_per_row=1200,
     ingest_ns_per_token=6000,
 )
-"""Costs of two instances on a 2-core VM, for a model of 162M parameters
+"""Costs of two instances on a 2-core VM with 162M parameters
 (docs/decisions/0053-costs-of-the-device.md)."""
 
 

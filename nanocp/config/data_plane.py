@@ -1,8 +1,4 @@
-"""How an instance computes and exchanges.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: files, the environment, the command line. Standard library only: the scheduler imports it.
-"""
+"""Compute and exchange of an instance. Standard library only: the scheduler imports it."""
 
 from __future__ import annotations
 
@@ -37,66 +33,62 @@ SAMPLINGS = ("inverse", "race")
 
 
 def default_dtype(device: str) -> str:
-    """What `nanocp serve` and `nanocp plan` take on a device where no dtype is given."""
+    """The dtype of `nanocp serve` and `nanocp plan` on a device without one given."""
     return "bfloat16" if device == "cuda" else "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneConfig:
-    """How an instance computes and exchanges."""
+    """Compute and exchange of an instance."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     device: Annotated[str, Among(DEVICES)] = "cpu"
-    """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
-    node's instances."""
+    """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number there."""
     dtype: Annotated[str, Among(DTYPES)] = "float32"
-    """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16, which
-    is the default with device cuda."""
+    """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16, the
+    default with device cuda."""
     kv_dtype: Annotated[str, Among(KV_DTYPES)] = "auto"
     """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
     DeepSeek-V3's widths)."""
     wire_form: Annotated[str, Among(WIRE_FORMS)] = "latent"
-    """What Q-route carries: `latent` (the normed q latent; the receiver projects) or `absorbed`
-    (the paper's form)."""
+    """Content of Q-route: `latent` (the normed q latent; the receiver projects) or `absorbed` (the
+    paper's form)."""
     cpu_kernels: Annotated[str, Among(CPU_KERNELS)] = "auto"
-    """What computes a layer on a CPU. torch: PyTorch. native: kernels that this machine's C++
-    compiler builds on first use (10 s), for the fastest instructions that the CPU has: AMX
-    (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2. auto: native where it is
-    available, else torch."""
+    """Kernels of layers on a CPU. torch: PyTorch. native: built on first use (10 s) for the fastest
+    instructions of the CPU: AMX (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2.
+    auto: native where available, else torch."""
     attention_backend: Annotated[str, Among(ATTENTION_BACKENDS)] = "auto"
-    """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
-    torch."""
+    """Kernels of attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else torch.
+    """
     expert_backend: Annotated[str, Among(EXPERT_BACKENDS)] = "auto"
-    """What multiplies the experts' weights: one of EXPERT_BACKENDS. deep_gemm: dense layers too,
-    where the checkpoint has them in FP8 (docs/use/gpu.md)."""
+    """Kernels of experts: one of EXPERT_BACKENDS. deep_gemm: dense layers too, where the checkpoint
+    has them in FP8 (docs/use/gpu.md)."""
     dispatch_backend: Annotated[str, Among(DISPATCH_BACKENDS)] = "auto"
-    """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
-    mixture of experts is one call, with native kernels on a CPU (docs/develop/mixture.md). auto:
-    fused where it can run, else deep_ep where it can, else exchange. nixl_ep: as deep_ep, and it
-    goes on after a loss; experimental (docs/use/gpu.md)."""
+    """Carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's experts
+    are one call, with native kernels on a CPU (docs/develop/mixture.md). auto: fused, else deep_ep,
+    else exchange, where it can run. nixl_ep: as deep_ep, and it goes on after a loss; experimental
+    (docs/use/gpu.md)."""
     moe_schedule: Annotated[str, Among(MOE_SCHEDULES)] = "auto"
-    """What a fused mixture runs when, on a CPU (docs/develop/mixture.md). barrier: the shared
-    expert, then, once all rows are here, the experts. arrival: first what other instances wait for;
-    while rows are awaited, the shared expert, and experts that will have ended by then, unless
-    another lane computes. auto: arrival where the mixture is fused. Tokens are the same."""
+    """Order of a fused MoE layer on a CPU (docs/develop/mixture.md). barrier: the shared expert,
+    then, once all rows are here, the experts. arrival: first work that other instances wait for;
+    then, while rows are awaited, work that ends in time. auto: arrival where fused. Tokens are the
+    same."""
     exchange_backend: Annotated[str, Among(EXCHANGE_BACKENDS)] = "auto"
-    """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
-    shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
-    memory, on one node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
+    """Carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes. shm: one
+    node. tcp: TCP even within a node, for tests. auto on a GPU: cuda_ipc, the peers' memory, on one
+    node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
     page_backend: Annotated[str, Among(PAGE_BACKENDS)] = "auto"
-    """What carries pages of prefill and page moves. auto: shared memory within a node, TCP between
+    """Carries pages of prefill and page moves. auto: shared memory within a node, TCP between
     nodes; only TCP where exchange_backend is tcp. nixl: NIXL (RDMA where available, TCP, or memory
     to memory within a node)."""
     sampling: Annotated[str, Among(SAMPLINGS)] = "inverse"
-    """How a row of a temperature draws its token from a seed. inverse: by the distribution
-    function, in the order of token ids. race: the token whose exponential clock rings first. At
-    temperature 1 nearly twice as many drafts are right with it (docs/use/speculation.md). Both draw
-    from the same distribution, and a seed gives other tokens with each."""
+    """Draw of a token at a temperature from a seed. inverse: by the distribution function, in the
+    order of token ids. race: by Gumbel-max, which at temperature 1 accepts nearly twice as many
+    drafts (docs/use/speculation.md). A seed gives other tokens with each."""
     threads_per_instance: Positive = 1
-    """Threads of an instance. Native kernels share their tasks out among them and refuse more than
-    there are cores; with torch they are intra-op threads. More than one per core is slower
-    (docs/log.md)."""
+    """Threads of an instance: of native kernels, which refuse more than there are cores, or
+    intra-op ones of torch. More than one per core is slower (docs/log.md)."""
     eager: bool = False
     """On a GPU: launch every kernel of every step instead of replaying captured graphs. For
     debugging."""
@@ -106,7 +98,7 @@ class DataPlaneConfig:
 
     @property
     def has_nvshmem(self) -> bool:
-        """Whether GPUs exchange by NVSHMEM."""
+        """True if GPUs exchange by NVSHMEM."""
         return self.exchange_backend == "nvshmem"
 
     def __post_init__(self) -> None:

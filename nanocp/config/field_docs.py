@@ -1,7 +1,4 @@
-"""The docstring below each field of a dataclass: its help, wherever the field is shown.
-
-Enters: a dataclass. Leaves: its fields' docstrings. Does not know: options, files.
-"""
+"""The docstring below each field of a dataclass: its help wherever it is shown."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from itertools import pairwise
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, those of its bases included, as one line."""
+    """The docstring below each field of a dataclass and its bases, as one line."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         for field, after in pairwise(_class_bodies(base.__module__).get(base.__name__, [])):

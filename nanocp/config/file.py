@@ -1,9 +1,4 @@
-"""Loads a Config: file < environment < flags.
-
-Enters: a YAML file of sections and keys, variables NANOCP_SECTION__KEY, and flags. Leaves: a
-validated Config, or one ValueError that says which key is wrong, where it came from, what was given
-and what would be right. Does not know: any key by name; the dataclasses are the only list of them.
-"""
+"""Loads a Config: file < environment < flags."""
 
 from __future__ import annotations
 
@@ -25,34 +20,32 @@ from nanocp.files.inputs import readable
 from nanocp.files.yaml_file import read_yaml
 
 ENVIRONMENT_PREFIX = "NANOCP_"
-"""NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
-text."""
+"""NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances; values are JSON or else text."""
 
 UNRELIABLE = "Unreliable: "
-"""How a comment begins with which `nanocp profile` says that what it measured does not fit."""
+"""Begins a comment of `nanocp profile` on a doubtful measurement."""
 
 _Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Values from one place, as a tree of sections, and the user's names for place and keys."""
+    """Values from one place as a tree of sections, with the user's names for place and keys."""
 
     name: str
     tree: _Tree
     key_of: Mapping[tuple[str, ...], str]
-    """The user's own spelling of a key, where it differs from section.key."""
+    """The user's spelling of a key other than section.key."""
 
 
 def load_config(
     path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> Config:
-    """The configuration from the file, over it the environment, over it the flags.
+    """The configuration from file, environment and flags, each over the one before.
 
-    overrides: dotted keys such as "cluster.num_instances"; None means that the flag was not given.
-    Raises ValueError for an unknown key (naming its section and the nearest known key), a wrong
-    type, a value out of range, a file that is missing and YAML that cannot be read (naming the
-    line).
+    overrides: dotted keys such as "cluster.num_instances"; None: the flag was not given. Raises
+    ValueError for an unknown key (naming its section and the nearest known key), a wrong type, a
+    value out of range, a missing file and unreadable YAML (naming the line).
     """
     sources = _sources(path, overrides, environment)
     merged: _Tree = {}
@@ -85,7 +78,7 @@ def load_config(
 def origins(
     path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Where `load_config` takes each value from, by dotted key; keys of their default are absent.
+    """The source of each value of `load_config` by dotted key, defaults left out.
 
     Raises ValueError as it does.
     """
@@ -102,15 +95,15 @@ def origins(
 
 
 def doubts_in(profile: str) -> list[str]:
-    """What `nanocp profile` has noted in this file that it wrote, which `load_config` has read."""
+    """Doubts that `nanocp profile` noted in its file, which `load_config` has read."""
     lines = readable(Path(profile)).read_text(encoding="utf-8").splitlines() if profile else []
     return [each.removeprefix("# ") for each in lines if each.startswith(f"# {UNRELIABLE}")]
 
 
 def settings(given: Sequence[str]) -> dict[str, Any]:
-    """The keys that SECTION.KEY=VALUE set, for `load_config`. Values are JSON, or else text.
+    """Keys of SECTION.KEY=VALUE, for `load_config`; values are JSON or else text.
 
-    Raises ValueError for what has no such form.
+    Raises ValueError for any other form.
     """
     found = {}
     for each in given:
@@ -129,7 +122,7 @@ def settings(given: Sequence[str]) -> dict[str, Any]:
 def _sources(
     path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str]
 ) -> list[_Source]:
-    """The sources in order: a later one goes before an earlier one."""
+    """The sources in ascending order of precedence."""
     sources = [_from_environment(environment), _from_flags(overrides)]
     if path is not None:
         sources.insert(0, _Source(str(path), _read_yaml(path, "configuration file"), {}))
@@ -208,14 +201,14 @@ REMOVED = {
     "limits.tick_ms": "it is 100",
     "limits.retry_ms": "it is 2000",
 }
-"""Keys that users could set before: why there is none, or what to set in its place."""
+"""Removed keys, with the reason or the replacement."""
 _MEASURED = "it is measured: set scheduler.profile to a file that `nanocp profile` writes"
 
 
 def _check_keys(
     source: _Source, tree: _Tree, section: type, path: tuple[str, ...], is_profile: bool = False
 ) -> None:
-    """Raises ValueError for a key that is none, or that such a source may not set."""
+    """Raises ValueError for an unknown key, or one that such a source may not set."""
     types, marks = get_type_hints(section), marks_of(section)
     known = [name for name in types if not name.startswith("__")]
     for key in list(tree):
@@ -255,7 +248,7 @@ def _unknown_key(source: _Source, path: tuple[str, ...], key: object, known: lis
 
 
 def known_keys(section: type = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key that a user may set, as the names of its sections and its own."""
+    """Every key that a user may set, as names of sections and its own."""
     marks = marks_of(section)
     for name, kind in get_type_hints(section).items():
         if name.startswith("__") or is_hidden(marks[name]):
@@ -291,7 +284,7 @@ def _sets(tree: Any, path: tuple[str, ...]) -> bool:
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    """What is set there; None if nothing is."""
+    """The value there; None if nothing is."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

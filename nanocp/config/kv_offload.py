@@ -1,8 +1,4 @@
-"""Where pages go that have no frame.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: files, the environment, the command line. Standard library only: the scheduler imports it.
-"""
+"""Offload of pages without a frame. Standard library only: the scheduler imports it."""
 
 from __future__ import annotations
 
@@ -14,16 +10,17 @@ from nanocp.config.choices import require
 
 @dataclass(frozen=True, slots=True)
 class KvOffloadConfig:
-    """Where full pages go beside the frames, so that conversations find their history there."""
+    """Offload of full pages beside the frames, so that conversations find their history."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     host_gib: float = 0.0
-    """Memory of each instance for pages outside its frames. 0: pages are in frames only."""
+    """GiB of memory of each instance for pages outside its frames. 0: pages are in frames only."""
     file_gib: float = 0.0
-    """File of each instance for pages that leave its memory. 0: they are dropped instead."""
+    """GiB of a file of each instance for pages that leave its memory. 0: they are dropped instead.
+    """
     file_dir: str = ""
-    """Directory of the files. They have no name there, so nothing is left when a process ends."""
+    """Directory of these files, which have no name: nothing is left when a process ends."""
 
     def __post_init__(self) -> None:
         for name in ("host_gib", "file_gib"):
@@ -41,6 +38,6 @@ class KvOffloadConfig:
         )
 
     def num_pages(self, page_bytes: int) -> tuple[int, int]:
-        """Pages that fit into an instance's memory, and into its file."""
+        """(pages in an instance's memory, pages in its file)."""
         gib = 1 << 30
         return int(self.host_gib * gib // page_bytes), int(self.file_gib * gib // page_bytes)

@@ -1,8 +1,4 @@
-"""Bounds of every wait and every queue.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: files, the environment, the command line. Standard library only: the scheduler imports it.
-"""
+"""Bounds of every wait and queue. Standard library only: the scheduler imports it."""
 
 from __future__ import annotations
 
@@ -19,25 +15,24 @@ class LimitsConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     tick_ms: Annotated[int, Within(10, 1000), INTERNAL] = 100
-    """A waiting instance checks this often that its peer is alive."""
+    """Interval at which a waiting instance checks its peer."""
     exchange_timeout_ms: int = 30_000
     """Longest wait for a peer inside a step. Unless it is set, half more than plan_timeout_ms."""
     plan_timeout_ms: int = 20_000
     """Longest wait for the full table after a digest mismatch. A window's report may take this and
     exchange_timeout_ms together."""
     retry_ms: Annotated[int, INTERNAL] = 2_000
-    """Pause between two attempts to reach the controller or a front end at start-up."""
+    """Pause between two attempts to connect at start-up."""
     start_timeout_ms: Positive = 120_000
     """Longest wait for all instances to be ready."""
     suspect_ms: Annotated[int, Within(300)] = 3_000
     """A member that has sent nothing for this long is taken for lost."""
     recovery_timeout_ms: Natural = 120_000
-    """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
-    the first loss. On GPUs it does so too, unless data_plane.dispatch_backend is exchange, nixl_ep
-    or fused."""
+    """Longest wait after a loss until the service goes on; then it ends. 0: it ends with the first
+    loss. So it does on GPUs, unless data_plane.dispatch_backend is exchange, nixl_ep or fused."""
     orphan_ms: Natural = 120_000
-    """Members and front ends that have lost the controller wait so long for another one. Time in
-    which their process does not run is not counted."""
+    """Time that members and front ends wait for another controller after a loss, while their
+    process runs."""
     drain_timeout_ms: Positive = 30_000
     """Time that running requests get to finish after SIGTERM."""
     max_undelivered_tokens: Positive = 4096
@@ -59,5 +54,5 @@ class LimitsConfig:
 
     @property
     def longest_change_s(self) -> float:
-        """Longest wait for a change of seats or layers: processes load, requests end."""
+        """Longest wait for a change of seats or layers."""
         return (self.start_timeout_ms + self.drain_timeout_ms) / 1000

@@ -1,8 +1,4 @@
-"""How a pipeline forms its passes, and what it is told of their time.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: files, the environment, the command line. Standard library only: the scheduler imports it.
-"""
+"""Passes of a pipeline, and constants of their time. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ from nanocp.config.choices import (
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Constants of the time that a pass takes, in microseconds.
+    """Constants of a pass's time, in microseconds.
 
-    DynaPipe's paper has a term for tokens, one for what they attend to and one for requests; with
-    the other constants at 0 this is its form.
+    DynaPipe's form has a term for tokens, for tokens that they attend to, and for requests; our
+    other constants are 0 there.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -33,7 +29,7 @@ class PassCosts:
     token_us: float = 1.0
     """For each token, in each layer (phi 1)."""
     token_length_us: float = 0.001
-    """For each token and each token that it attends to, in each layer (phi 2)."""
+    """For each token and token that it attends to, in each layer (phi 2)."""
     request_us: float = 0.0
     """For each request, in each layer (epsilon)."""
     sampled_us: float = 3.0
@@ -41,9 +37,9 @@ class PassCosts:
     sampling_us: float = 0.0
     """For each pass that samples (beta)."""
     sampled_together: Natural = 0
-    """Sampled tokens for which the weights of the logits are read in the time of computing."""
+    """Sampled tokens whose computing takes the time of reading the logits' weights."""
     more_sampled_us: float = 0.0
-    """For each token that is sampled beyond these, besides sampled_us."""
+    """For each sampled token beyond these, besides sampled_us."""
     layer_us: float = 0.0
     """For each layer."""
     decode_length_us: float = 0.0
@@ -59,7 +55,7 @@ class PassCosts:
     experts_per_token: int = 0
     """Experts that a token visits."""
     drawn_us: float = 0.0
-    """For each token that is drawn by chance, besides sampled_us."""
+    """For each randomly drawn token, besides sampled_us."""
     nucleus_us: float = 0.0
     """For each token with top-p, top-k or min-p, besides that."""
     controls_us: float = 0.0
@@ -67,15 +63,15 @@ class PassCosts:
     logprobs_us: float = 0.0
     """For each token with log probabilities, besides that."""
     dense_layers: Natural = 0
-    """First layers that are dense, where the others have experts."""
+    """First layers that are dense in a model with experts."""
     dense_layer_us: float = 0.0
     """For each of them."""
     dense_layer_token_us: float = 0.0
     """For each token in each of them."""
     dense_layer_token_length_us: float = 0.0
-    """For each token and each token that it attends to, in each of them."""
+    """For each token and token that it attends to, in each of them."""
     dense_layer_together: Natural = 0
-    """Tokens for which a dense layer's weights are read in the time of computing."""
+    """Tokens whose computing takes the time of reading a dense layer's weights."""
     dense_layer_more_us: float = 0.0
     """For each token beyond these, besides dense_layer_token_us."""
     stage_us: float = 0.0
@@ -97,7 +93,7 @@ class PassCosts:
 
 @dataclass(frozen=True, slots=True)
 class PassesConfig:
-    """How passes of a pipeline are formed, and when layers change their stage."""
+    """Passes of a pipeline, and changes of its layers."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -106,11 +102,11 @@ class PassesConfig:
     max_pass_tokens: Positive = 2048
     """Most tokens of a pass: one for each row that decodes, the rest for chunks of prompts."""
     layer_policy: str = "even"
-    """Which layers each stage gets: a name of control_plane.scheduler.pipeline.layer_policies, such
-    as even, static:17,17,17,13, delta or level."""
+    """Layers of each stage: a name of control_plane.scheduler.pipeline.layer_policies, such as
+    even, static:17,17,17,13, delta or level."""
     layout_window: Annotated[Positive, INTERNAL] = 25
-    """Passes in a row that must want the same layout before layers move (delta); passes after a
-    change before layers move again (level)."""
+    """Passes in a row that want a layout before layers move (delta); passes between two changes
+    (level)."""
     copy_ahead: Annotated[bool, INTERNAL] = True
     """Full pages of moving layers travel before the layout changes."""
     frame_move_us: Annotated[float, Within(0), PROFILED] = 50.0

@@ -1,8 +1,4 @@
-"""The whole configuration of a pipeline, once the model's layers are known.
-
-Enters: settings of passes, how many stages and layers. Leaves: a PipelineConfig, whose
-first layout is checked. Does not know: passes, requests, weights.
-"""
+"""The whole configuration of a pipeline, once the model's layers are known."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from nanocp.values.passes import even_split
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig(PassesConfig):
-    """The whole configuration of a pipeline: with its stages and the model's layers."""
+    """The configuration of a pipeline with its stages and the model's layers."""
 
     num_stages: Positive = 2
     """Stages of the pipeline, in the order of the layers."""
@@ -43,10 +39,7 @@ class PipelineConfig(PassesConfig):
 
     @classmethod
     def of(cls, passes: PassesConfig, num_stages: int, num_layers: int) -> PipelineConfig:
-        """The pipeline of a service whose model has so many layers.
-
-        Raises ValueError if the two do not fit.
-        """
+        """The pipeline for a model of so many layers. Raises ValueError if they do not fit."""
         values = {each.name: getattr(passes, each.name) for each in fields(PassesConfig)}
         return cls(num_stages=num_stages, num_layers=num_layers, **values)
 
@@ -57,7 +50,7 @@ class PipelineConfig(PassesConfig):
 
     @property
     def first_split(self) -> tuple[int, ...]:
-        """The layers of each stage at the start: those of a static policy, else even ones."""
+        """Layers of each stage at the start: a static policy's, else even ones."""
         name, _, argument = self.layer_policy.partition(":")
         if name != "static":
             return even_split(self.num_layers, self.num_stages)

@@ -1,8 +1,4 @@
-"""Knobs of the prefill: who computes prompts.
-
-Enters: values from nanocp.config.file or from tests. Leaves: a PrefillConfig. Does not know: files,
-the environment, the command line, engines.
-"""
+"""Settings of the prefill, which computes prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from nanocp.config.choices import Natural, Positive, check_fields, require
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Who computes prompts (3): vLLM servers, or the embedded prefill, for small models."""
+    """The prefill (3): vLLM servers, or the embedded one for small models."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -22,11 +18,11 @@ class PrefillConfig:
     """vLLM servers that compute prompts, as http://host:port (docs/use/prefill.md). Empty: the
     embedded prefill."""
     api_key: str = field(default="", repr=False)
-    """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,
-    since it is a secret. Empty: they ask for none."""
+    """API key of these servers (vLLM's --api-key); a secret, best given as NANOCP_PREFILL__API_KEY.
+    Empty: none."""
     stages: Positive = 1
-    """Processes that compute prompts together, each with some layers of the model. 1: the embedded
-    prefill, one process with all layers. All are on one machine."""
+    """Processes that compute prompts together on one machine, each with some layers of the model.
+    1: the embedded prefill, one process with all layers."""
     synthetic_kv: bool = False
     """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
     chunk_tokens: Positive = 512
@@ -34,15 +30,14 @@ class PrefillConfig:
     ring_pages: Positive = 8
     """Pages in each receive ring; an instance has one ring for each engine or stage."""
     timeout_ms: Positive = 60_000
-    """Longest time that an engine may take for a prompt, or stages for a pass, besides
+    """Longest time of an engine for a prompt, or of stages for a pass, besides
     timeout_us_per_token."""
     timeout_us_per_token: Natural = 10_000
-    """Time that an engine may take for each token of a prompt, besides timeout_ms."""
+    """Time of an engine for each token of a prompt, besides timeout_ms."""
     max_attempts: Positive = 3
     """Engines that are asked for one prompt, one after the other, before its request fails."""
     max_tokens_in_flight: Positive = 65_536
-    """Prompt tokens that one engine is asked for at a time; it is asked for one prompt in any
-    case."""
+    """Most prompt tokens in flight at one engine; one prompt is always allowed."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -78,5 +73,5 @@ class PrefillConfig:
 
     @property
     def num_writers(self) -> int:
-        """Processes that write pages of prompts, each into rings of its own."""
+        """Processes that write pages of prompts, each into its own rings."""
         return 0 if self.synthetic_kv else max(self.stages, len(self.engines))

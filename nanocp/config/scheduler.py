@@ -1,8 +1,4 @@
-"""How requests are admitted, placed and moved.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: files, the environment, the command line. Standard library only: the scheduler imports it.
-"""
+"""Admission, placement and moves of requests. Standard library only: the scheduler imports it."""
 
 from __future__ import annotations
 
@@ -28,52 +24,50 @@ DRAFTING = ("measured", "always", "random")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How the scheduler admits, places and moves requests (arXiv 2605.21100, 4.2)."""
+    """Admission, placement and moves of requests (arXiv 2605.21100, 4.2)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     policy: str = "cost_aware"
-    """How requests are placed: a name of control_plane.scheduler.policies, such as cost_aware,
+    """Placement of requests: a name of control_plane.scheduler.policies, such as cost_aware,
     dual_balanced (the paper's rule) or fixed_degree:2."""
     profile: str = ""
-    """File that `nanocp profile` wrote: the costs of a step, and for which lengths a CP degree, two
-    lanes and drafts pay. Empty: estimates for the device."""
+    """File of `nanocp profile`: costs of a step, and lengths for which a CP degree, two lanes and
+    drafts pay. Empty: estimates for the device."""
     steps_per_window: Positive = 1
     """Steps k that one plan covers (arXiv 2605.21100, 6.1)."""
     cp_degree_buckets: Annotated[tuple[tuple[int, int], ...], PROFILED] = ((1024, 1), (2048, 2))
     """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`.
-    cost_aware takes from it and from cp_degree_max only which requests get degree 1, and chooses
-    the degree of others by `costs`."""
+    cost_aware takes only the requests of degree 1 from it and cp_degree_max; `costs` decide on
+    others."""
     cp_degree_max: Annotated[Positive, PROFILED] = 4
     """CP degree of requests at or above the last bucket's length."""
     ttft_targets: tuple[tuple[int, int], ...] = ()
-    """(priority, ms) pairs: KV of that class's prompts should be there within this time of their
-    placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
-    class has a target."""
+    """(priority, ms) pairs: most time from placement to KV for prompts of that class; cost_aware
+    spreads prompts that would be late over NICs of a node. Empty: no class has a target."""
     tpot_target_ms: Natural = 0
-    """While tokens take longer than this, one in 110 requests may wait up to 20 s to be placed, and
-    at most 8 at once: long prompts, so that the others keep their time per token. 0: nobody waits
-    for that."""
+    """While tokens take longer than this, one in 110 requests may wait up to 20 s to be placed, at
+    most 8 at once: long prompts. 0: nobody waits for that."""
     growth_promise: str = "max_tokens"
-    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row
-    ever parks. `percentile:90`: as many as 90% of the latest finished requests had, at most
-    max_tokens. `tokens:64`: 64."""
+    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever
+    parks. `percentile:90`: as many as 90% of the latest finished requests had, at most max_tokens.
+    `tokens:64`: 64."""
     prefix_sharing: bool = True
     """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
     offload_host_pages: Annotated[Natural, INTERNAL] = 0
-    """Pages that each instance's memory holds outside frames, by kv_offload.host_gib."""
+    """Pages of each instance's memory outside frames, by kv_offload.host_gib."""
     offload_file_pages: Annotated[Natural, INTERNAL] = 0
-    """Pages that each instance's file holds, by kv_offload.file_gib."""
+    """Pages of each instance's file, by kv_offload.file_gib."""
     max_moving_pages: Natural = 1024
     """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
     max_unfilled_tokens: Natural = 0
-    """Most prompt tokens of placed requests whose pages have not all arrived; one request may be
-    placed in any case. 0: as many as the engines may have in flight (prefill.engines), or any
-    number without engines."""
+    """Most prompt tokens of placed requests with pages to come; one request is always allowed. 0:
+    as many as the engines may have in flight (prefill.engines), or any number without engines."""
     max_overtake_us: Natural = 10_000_000
-    """How long other requests may pass one that cannot be placed, after its deferral if any."""
+    """Time in which other requests may pass one that cannot be placed, after its deferral if any.
+    """
     held_timeout_us: Annotated[Natural, INTERNAL] = 10_000_000
-    """How long front ends may take to submit their requests again after a loss."""
+    """Time for front ends to submit their requests again after a loss."""
     max_queued_requests: Positive = 1024
     """Most requests in the waiting queue."""
     max_queued_tokens: Positive = 4_000_000
@@ -83,24 +77,24 @@ class SchedulerConfig:
     chaos_period_windows: Annotated[Positive, INTERNAL] = 2
     """The chaos policy moves or extends a request in one of this many windows on average."""
     lanes: Annotated[str, Among(LANES)] = "off"
-    """Whether rows run in two lanes, one of which computes while the other awaits its peers
+    """Rows in two lanes, one of which computes while the other awaits its peers
     (docs/develop/overlap.md). off: one lane. measured: as `lane_table` says for each window.
     always, or drawn for each window and row (random): for tests."""
     lane_table: Annotated[tuple[tuple[int, int, int], ...], PROFILED] = ()
-    """(rows, links, percent): what two lanes take of the time of one, for an instance of so many
-    rows and links, as `nanocp profile --overlap` measured it."""
+    """(rows, links, percent): time of two lanes relative to one, for an instance of this size, from
+    `nanocp profile --overlap`."""
     lane_gain_percent: Annotated[Natural, PROFILED] = 3
-    """Two lanes run only where they save at least this much."""
+    """Two lanes run only where they save at least this percentage."""
     num_drafts: Natural = 0
-    """Drafts of a row in a step, at most: tokens that the model's MTP layer guesses, and that the
-    next step checks. 0: none. Tokens are the same."""
+    """Most drafts of a row in a step: tokens that the model's MTP layer guesses, and that the next
+    step checks. 0: none. Tokens are the same."""
     drafting: Annotated[str, Among(DRAFTING)] = "always"
-    """How many drafts a window has, as far as rows leave room. measured: as many as `draft_table`
-    and the drafts that were accepted lately promise most tokens a second for. always: num_drafts.
-    Drawn for each window (random): for tests."""
+    """Number of drafts of a window, as far as rows leave room. measured: as many as give most
+    tokens a second by `draft_table` and recent acceptance. always: num_drafts. Drawn for each
+    window (random): for tests."""
     draft_table: Annotated[tuple[tuple[int, int, int, int], ...], PROFILED] = ()
-    """(rows, KV tokens, drafts, percent): what a step with so many drafts takes of the time of one
-    without, on an instance of so many rows and tokens."""
+    """(rows, KV tokens, drafts, percent): time of a step with drafts relative to one without, for
+    an instance of this size."""
     costs: Annotated[CostConfig, PROFILED] = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
@@ -157,18 +151,15 @@ class SchedulerConfig:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether a window may run in two lanes, so that every instance has regions for both."""
+        """True if a window may run in two lanes: every instance has regions for both."""
         return self.lanes != "off"
 
     def lane_point(self, num_rows: int, num_links: int) -> tuple[int, int, int] | None:
-        """The entry of `lane_table` that speaks for a window of this size; None in an empty table.
-
-        It is the smallest that holds the size, else the largest.
-        """
+        """The smallest entry of `lane_table` that holds this size, else the largest one, if any."""
         holds = [p for p in self.lane_table if p[0] >= num_rows and p[1] >= num_links]
         return min(holds) if holds else max(self.lane_table, default=None)
 
     def lanes_pay(self, num_rows: int, num_links: int) -> bool:
-        """Whether two lanes save enough for a window of this size, as measured."""
+        """True if two lanes save enough for a window of this size, as measured."""
         point = self.lane_point(num_rows, num_links)
         return point is not None and point[2] <= 100 - self.lane_gain_percent

@@ -1,8 +1,4 @@
-"""What the service is for clients and operators: addresses, keys, names, parsers, its log.
-
-Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
-know: instances, the scheduler. Standard library only.
-"""
+"""The service for clients and operators: addresses, keys, names, parsers, its log."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """Addresses, keys and names that the service has for clients and members."""
+    """Addresses, keys and names of the service for clients and members."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -32,8 +28,8 @@ class ServiceConfig:
     """Address to listen on for clients and members; 0.0.0.0: every interface. With a loopback
     address, all instances run on this machine."""
     advertised_host: str = ""
-    """Address at which members on other machines reach this one. Empty: `host` or, if that is every
-    interface, the address of this machine's route to the others."""
+    """Address of this machine for members on others. Empty: `host` or, if that is every interface,
+    the address of this machine's route to the others."""
     grpc_port: Port = 50051
     """Port of the gRPC API. 0 picks a free port."""
     metrics_port: Port = 9464
@@ -41,8 +37,8 @@ class ServiceConfig:
     http_port: Port = 8000
     """Port of OpenAI's API. 0 picks a free port."""
     members_port: Port = 0
-    """Port at which members dial the controller; the ports after it are for the front ends, one
-    each. 0 picks free ports."""
+    """Port at which members dial the controller; front ends use the ports after it. 0 picks free
+    ports."""
     served_model_name: str = ""
     """The model's name for clients. Empty: the checkpoint's path, as it was given."""
     api_keys: tuple[str, ...] = ()
@@ -51,63 +47,63 @@ class ServiceConfig:
     api_keys_file: str = ""
     """File with further API keys, one a line, that is read again when it changes. Empty: none."""
     operator_keys_file: str = ""
-    """File with keys of operators, one a line, each with a name before it if you like: `alice KEY`.
-    It is read again when it changes. A service with keys of any kind needs one for /metrics, the
-    data of /cluster, and changes of seats and layers. Empty: nobody has one."""
+    """File with keys of operators, one a line, each with an optional name: `alice KEY`. It is read
+    again when it changes. A service with keys of any kind needs one for /metrics, the data of
+    /cluster, and changes of seats and layers. Empty: nobody has one."""
     public_status: bool = False
     """/metrics and the data of /cluster need no operator's key."""
     tool_call_parser: Annotated[str, Among(TOOL_CALL_PARSERS)] = "auto"
-    """How the model writes tool calls: auto (as its chat template does), none, hermes (Qwen too),
+    """Form of the model's tool calls: auto (as its chat template does), none, hermes (Qwen too),
     deepseek_v3, deepseek_v31, kimi_k2, glm45, glm47 or qwen3_coder (Qwen3.5 too)."""
     reasoning_parser: Annotated[str, Among(REASONING_PARSERS)] = "auto"
-    """Whether text between <think> and </think> is reasoning: think, none, or auto (if the chat
-    template has the marker)."""
+    """Reasoning is text between <think> and </think>: think, none, or auto (if the chat template
+    has the marker)."""
     ssl_keyfile: str = ""
     """Private key (PEM) of both APIs' certificate. Empty: no TLS."""
     ssl_certfile: str = ""
     """Certificate (PEM) of both APIs, with its chain."""
     ssl_ca_certs: str = ""
-    """Certificates (PEM) by which clients' certificates are judged."""
+    """Certificates (PEM) of authorities for clients' certificates."""
     ssl_cert_reqs: int = 0
-    """Whether clients must show a certificate: 0 no, 2 yes."""
+    """Certificates of clients: 0 not needed, 2 needed."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may call the HTTP API, such as https://chat.example. `*`: any.
-    Empty: none."""
+    """Origins whose pages may call the HTTP API, such as https://chat.example. `*`: any. Empty:
+    none."""
     event_log: str = ""
     """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
-    A log of an earlier start is kept, under a name with its time. Empty: none."""
+    Earlier logs are kept, renamed by their time. Empty: none."""
     event_log_part_mb: Natural = 1024
-    """An event log goes on in another file (FILE.part2) when one has this size, in MB (10^6 bytes).
-    0: never."""
+    """Size in MB (10^6 bytes) at which an event log goes on in another file (FILE.part2). 0: never.
+    """
     log_format: Annotated[str, Among(LOG_FORMATS)] = "text"
     """Lines of the log on standard error: text or json. json: the start-up output too."""
     log_level: Annotated[str, Among(LOG_LEVELS)] = "info"
     """Least level of the log: debug, info, warning or error. info has a line for each request that
     ends, and the load every 10 s."""
     otlp_traces_endpoint: str = ""
-    """OpenTelemetry collector that gets a trace of each request, by OTLP over gRPC, such as
+    """OpenTelemetry collector for a trace of each request, by OTLP over gRPC, such as
     http://localhost:4317. Empty: no traces. It needs `pip install '.[otel]'`."""
     check_invariants: bool = False
-    """Check the scheduler's whole state while no window is in flight, for tests: it visits every
-    request, page and frame. What is broken is reported and ends the service."""
+    """Check the scheduler's whole state while no window is in flight, for tests. A broken invariant
+    is reported and ends the service."""
     front_ends: int = 1
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i. Several
-    are processes of their own, each of which is started again if it is lost."""
+    are processes of their own, restarted when lost."""
     controller_process: bool = False
-    """Run the controller, and a single front end too, as processes of their own, which are started
-    again if they are lost."""
+    """Run the controller, and a single front end too, as processes of their own, restarted when
+    lost."""
     node_streams: bool = False
-    """One stream to the controller for each node instead of one for each instance, carried by a
-    process of its own on the node. It pays for a hundred instances and more."""
+    """One stream to the controller for each node instead of each instance, carried by a process of
+    its own on the node. It pays for a hundred instances and more."""
 
     @property
     def has_front_end_processes(self) -> bool:
-        """Whether front ends are processes of their own, and not a thread of the controller's."""
+        """True if front ends are processes, and no thread of the controller's."""
         return self.front_ends > 1 or self.controller_process
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients or operators have keys, so that what is theirs alone asks for one."""
+        """True if clients or operators have keys: their data needs one."""
         return bool(self.api_keys or self.api_keys_file or self.operator_keys_file)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,4 @@
-"""Speculative decoding as vLLM's --speculative-config asks for it.
-
-Enters: that option's JSON. Leaves: a number of drafts, for scheduler.num_drafts. Does not know: the
-command line, whether a checkpoint has an MTP layer.
-"""
+"""Speculative decoding in vLLM's form, --speculative-config."""
 
 from __future__ import annotations
 
@@ -12,13 +8,13 @@ from nanocp.config.choices import one_of, require
 
 EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 1}'
 METHODS = ("mtp", "deepseek_mtp", "glm4_moe_mtp")
-"""vLLM's names for the MTP layer of the models that run here; the last two are its older ones
-(MTPModelTypes in vllm/config/speculative.py)."""
+"""vLLM's names for the MTP layer of models that run here, the last two older (MTPModelTypes in
+vllm/config/speculative.py)."""
 _KEYS = ("method", "num_speculative_tokens")
 
 
 def num_drafts_of(text: str) -> int:
-    """Read how many drafts a row has in a step; without the number one, for the one MTP layer.
+    """Drafts of a row in a step, by default one, for the one MTP layer.
 
     Raises ValueError naming what the option says and what would be right.
     """

@@ -1,8 +1,6 @@
-"""The whole configuration: every section, and every refusal of settings that do not go together.
+"""The whole configuration: every section, and refusals of settings that do not go together.
 
-Enters: values from nanocp.config.file (file < environment < flag) or from tests. Leaves: a Config.
-Does not know: files, the environment, the command line. Standard library only: the scheduler
-imports it. The docstring below a field is also its help on the command line.
+Standard library only: the scheduler imports it.
 """
 
 from __future__ import annotations
@@ -22,17 +20,16 @@ from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import PAGE_SIZE
 
 _REGROUPING = ("exchange", "nixl_ep", "fused")
-"""What carries rows to their experts on GPUs in one term after the other."""
+"""Dispatch backends that can join a further term on GPUs."""
 
 FOLLOWS = {
     ("cluster", "bounds", "max_attention_rows"): ("cluster", "bounds", "max_rows"),
     ("limits", "exchange_timeout_ms"): ("limits", "plan_timeout_ms"),
 }
-"""Keys that are half more than another one, where that is set and they are not; their defaults are
-the least."""
+"""Keys that follow another one, half more if only that is set; their defaults are the least."""
 
 SECRETS = ("api_key", "api_keys")
-"""Keys whose values are never shown, in whatever section."""
+"""Keys whose values are never shown, in any section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +53,13 @@ class Config:
 
     @property
     def has_slots(self) -> bool:
-        """Whether pages are kept outside the frames."""
+        """True if pages are kept outside the frames."""
         return self.kv_offload.host_gib > 0 or self.scheduler.offload_host_pages > 0
 
     def with_slots(self, page_bytes: int) -> Config:
         """This configuration, with as many slots as kv_offload has room for.
 
-        page_bytes: of the model that is served. Raises ValueError if there is no room for one page.
+        page_bytes: of the served model. Raises ValueError if there is no room for one page.
         """
         num_host, num_file = self.kv_offload.num_pages(page_bytes)
         for name, number in (("host_gib", num_host), ("file_gib", num_file)):
@@ -79,15 +76,15 @@ class Config:
         return replace(self, scheduler=sized)
 
     def with_carry(self, carry_pages: int) -> Config:
-        """This configuration, for a model whose rows have states of so many pages.
+        """This configuration, for rows with states of so many pages.
 
-        Raises ValueError if they have, and the configuration has what does not go with them.
+        Raises ValueError for settings that do not go with such states.
         """
         return replace(self, cluster=replace(self.cluster, carry_pages=carry_pages))
 
     @property
     def recovers(self) -> bool:
-        """Whether the cluster goes on after it has lost a member."""
+        """True if the cluster goes on after a lost member."""
         own, timeout_ms = self.data_plane, self.limits.recovery_timeout_ms
         can_regroup = own.device == "cpu" or own.dispatch_backend in _REGROUPING
         can_regroup &= not own.has_nvshmem
@@ -95,23 +92,22 @@ class Config:
 
     @property
     def leave_timeout_ms(self) -> int:
-        """Longest time in which an instance may leave a term; the host ends no wait of NIXL-EP."""
+        """Longest time to leave a term; the host cannot end waits of NIXL-EP."""
         has_nixl_ep = self.data_plane.dispatch_backend == "nixl_ep"
         return self.limits.plan_timeout_ms + has_nixl_ep * self.limits.exchange_timeout_ms
 
     @property
     def has_prefill_member(self) -> bool:
-        """Whether prompts are computed by a member of their own, or by engines behind it."""
+        """True if a member computes prompts, itself or by engines."""
         return self.cluster.layout != "pipeline" and not self.prefill.synthetic_kv
 
     @property
     def of_prefill_stages(self) -> Config:
-        """What the stages of the prefill are configured with: a pipeline that serves nobody.
+        """The configuration of the prefill's stages: a pipeline without clients.
 
-        A stage has frames for two prompts of the greatest length, and keeps the pages of those that
-        were computed last: a prompt that begins as one of them goes on behind it. A state cannot be
-        shared. Its kernels are torch's: of their weights long chunks can make the keys and values
-        of all heads.
+        A stage has frames for two prompts of the greatest length, and keeps the latest pages for
+        prompts that begin alike, but no states. Its kernels are torch's, which can expand keys and
+        values of all heads.
         """
         num_frames = 2 * -(-self.cluster.max_model_len // PAGE_SIZE)
         mine = self.data_plane
@@ -140,7 +136,7 @@ class Config:
 
 
 def _refusals(config: Config) -> Iterator[str]:
-    """Every reason why sections of a configuration do not go together, the first one first."""
+    """Every conflict between sections, the first one first."""
     cluster, scheduler, data_plane = config.cluster, config.scheduler, config.data_plane
     on_cpu, dispatch = data_plane.device == "cpu", data_plane.dispatch_backend
     if scheduler.has_lanes and not on_cpu and dispatch != "exchange":
@@ -182,7 +178,7 @@ def _refusals(config: Config) -> Iterator[str]:
 
 
 _Refusals = tuple[tuple[bool, str], ...]
-"""What a feature does not go with: whether it is asked for, and a sentence."""
+"""Conflicts of a feature: (it is asked for, a sentence)."""
 
 
 def _of_pipeline(config: Config) -> _Refusals:

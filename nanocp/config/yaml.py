@@ -1,8 +1,4 @@
-"""The configuration as commented YAML: every key with its unit, its sentence and its value.
-
-Enters: a Config, and where its values are from. Leaves: a text that `--config` reads again. Does
-not know: files, the command line.
-"""
+"""The configuration as commented YAML, which `--config` reads again."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ _UNITS = {
 
 
 def config_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """The text. `origins`: key -> where its value is from; keys without one have their default.
+    """The text. `origins`: key -> source of its value, if not its default.
 
     Without origins each key has its sentence instead.
     """
@@ -39,7 +35,7 @@ def config_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """The tree of keys that users may set and that are not the default."""
+    """The tree of keys that users may set and that differ from the default."""
     tree: dict[str, Any] = {}
     default, marks = type(section)(), marks_of(type(section))
     for item in fields(section):
@@ -55,7 +51,7 @@ def changed(section: Any) -> dict[str, Any]:
 
 
 def unit_of(key: str) -> str:
-    """The unit that the key's name ends with; empty if it has none."""
+    """The unit at the end of the key's name; empty if none."""
     return _UNITS.get(key.rpartition("_")[2], "")
 
 

@@ -1,7 +1,6 @@
 """A front end as a process of its own: `python -m nanocp.serve.front_end_process NAME`.
 
-Reads a pickled FrontEndSpec from standard input; exit status 0 at the controller's end, 1 if it
-cannot serve.
+Reads a pickled FrontEndSpec. Exit status: 0 at the controller's end, 1 if it cannot serve.
 """
 
 from __future__ import annotations
@@ -93,6 +92,7 @@ def run_front_end(spec: FrontEndSpec) -> int:
 
 
 def main() -> int:
+    """Read the spec and run the front end; returns the exit status."""
     spec: FrontEndSpec = pickle.load(sys.stdin.buffer)
     configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
     # The service drains first; then the controller ends its front ends.

@@ -1,8 +1,4 @@
-"""What is served: a checkpoint that fits the configuration, and what makes its members.
-
-Enters: a Config, a checkpoint folder. Leaves: a Served. Does not know: processes, ports. It names
-factories of the data plane, and imports no torch.
-"""
+"""A checkpoint that fits the configuration, and factories of its members, named without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The supervisor: it starts a controller, and another one when that is killed, crashes or hangs.
 
-Members and front ends are its children, so they outlive a controller. If a controller exits by
-itself, the service ends.
+Members and front ends are its children, so they outlive a controller.
 """
 
 from __future__ import annotations

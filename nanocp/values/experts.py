@@ -1,7 +1,6 @@
 """The expert table: each expert's seat and slot, the same in every layer.
 
-Every seat has slots for its share of all experts and redundant ones, which take the experts of
-seats that do not serve.
+Redundant slots take the experts of seats that do not serve.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The table of sampling parameters: each with its type, default, bounds and help.
 
-tests/nanocp/values/test_sampling_fields.py names the other places of a new parameter: the protos,
-the HTTP body, the client's TypedDict and docs/use/api.md.
+Its test names the other places that spell a parameter, such as docs/use/api.md.
 """
 
 from __future__ import annotations

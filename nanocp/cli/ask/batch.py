@@ -1,8 +1,6 @@
 """`nanocp batch`: a file of requests, answered by a running service.
 
-Enters: a file in OpenAI's batch format. Leaves: a file of answers, one of failures, a summary on
-standard error; exit status 0 if every request has its output, 1 if not, 2 for a file or a service
-that cannot be used, 130 after Ctrl-C. Does not know: how requests are sent.
+Exit status: 0 if all have outputs, 1 if not, 2 for an unusable file or service, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def batch(
 
 
 def tls_context(ca: Path | None) -> ssl.SSLContext | None:
-    """What trusts the certificates of this file; None without one. Raises ValueError."""
+    """A TLS context for this file of certificates; None without one. Raises ValueError."""
     try:
         return None if ca is None else ssl.create_default_context(cafile=ca)
     except OSError as error:
@@ -126,7 +124,7 @@ def _run(
 
 @contextmanager
 def _bar(num_requests: int, num_done: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, and what moves it."""
+    """A progress bar on standard error, and its setter."""
     from rich.progress import TextColumn
 
     from nanocp.cli.options.console import request_progress

@@ -1,8 +1,4 @@
-"""Files of a batch in OpenAI's format: requests in, answers and failures out, a line each.
-
-Enters: paths. Leaves: requests that were checked, lines on disk, what an earlier run has done.
-Does not know: how a request is sent.
-"""
+"""Files of a batch in OpenAI's format: requests, answers and failures, a line each."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class BatchLine(NamedTuple):
 
 
 class BatchAnswer(NamedTuple):
-    """What came back for one request."""
+    """The answer to one request."""
 
     custom_id: str
     status: int
@@ -36,15 +32,15 @@ class BatchAnswer(NamedTuple):
     request_id: str
     """X-Request-Id of the answer."""
     body: Any
-    """JSON of the answer; its text if it is no JSON."""
+    """JSON of the answer, or its text."""
 
     @property
     def is_success(self) -> bool:
-        """Whether the service answered with the output."""
+        """True for an answer with output."""
         return self.status == 200
 
     def line(self) -> str:
-        """The answer as a line of OpenAI's output and error files."""
+        """A line of OpenAI's output and error files."""
         response = {
             "status_code": self.status,
             "request_id": self.request_id,
@@ -62,9 +58,9 @@ class BatchAnswer(NamedTuple):
 
 
 def read_requests(path: Path) -> Iterator[BatchLine]:
-    """The requests of a file, line by line; empty lines are passed over.
+    """Requests of a file, without empty lines.
 
-    Raises ValueError, naming the line and the field, at the first that is no request.
+    Raises ValueError, naming the line and the field, at the first bad one.
     """
     seen: set[str] = set()
     try:
@@ -110,13 +106,13 @@ def _request(line: str) -> BatchLine:
 
 
 class BatchOutput:
-    """The output and error files of a batch, which grow by a whole line at a time."""
+    """Output and error files of a batch, which grow by whole lines."""
 
     def __init__(self, output: Path, errors: Path, resume: bool) -> None:
-        """Open both files. With `resume`, answers of an earlier run stay and its failures go.
+        """Open both files; `resume` keeps earlier answers, but no failures.
 
-        Raises ValueError if there is an output already and `resume` is not given, if it has a line
-        that is no answer, or if a file cannot be written.
+        Raises ValueError for an output without `resume`, a line that is no answer, and a file that
+        cannot be written.
         """
         self.done: frozenset[str] = frozenset()
         """custom_ids that an earlier run has answered."""
@@ -133,13 +129,13 @@ class BatchOutput:
             raise ValueError(f"{error.filename} cannot be written: {error.strerror}") from None
 
     def write(self, answer: BatchAnswer) -> None:
-        """Append an answer's line; it is in the file when this returns. Raises OSError."""
+        """Append an answer's line, flushed. Raises OSError."""
         file: TextIO = self._output if answer.is_success else self._errors
         file.write(answer.line())
         file.flush()
 
     def close(self) -> None:
-        """Close both files; an error file without a failure is removed."""
+        """Close both files; remove an empty error file."""
         self._output.close()
         self._errors.close()
         errors = Path(self._errors.name)
@@ -148,7 +144,7 @@ class BatchOutput:
 
 
 def _answered(path: Path) -> frozenset[str]:
-    """custom_ids of the answers in a file. A last line that a kill cut short is taken out."""
+    """custom_ids of a file's answers; a cut last line is removed."""
     answered: set[str] = set()
     end = 0
     with path.open("rb") as file:

@@ -1,8 +1,4 @@
-"""Sends the requests of a batch to a running service, a bounded number at a time.
-
-Enters: requests, a service's address. Leaves: an answer for each request, as it comes. Does not
-know: files.
-"""
+"""Sends the requests of a batch to a running service, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -19,21 +15,21 @@ import aiohttp
 from nanocp.cli.ask.batch_files import BatchAnswer, BatchLine
 
 LOWEST_CLASS = 100
-"""Priority of a request that names none: requests of clients who wait go before it."""
+"""Default priority: requests of clients who wait go first."""
 _RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _PAUSE_S = 1.0
-"""First pause before a request is sent again; each one is twice as long, up to _MAX_PAUSE_S."""
+"""First pause before a retry; pauses double up to _MAX_PAUSE_S."""
 _MAX_PAUSE_S = 30.0
 _CONNECT_TIMEOUT_S = 30.0
 
 
 class ServiceGoneError(Exception):
-    """The service did not answer for as long as a request may be sent again."""
+    """The service did not answer for the time of all retries."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSender:
-    """A service that answers the requests of a batch."""
+    """A service that answers a batch."""
 
     base_url: str
     """http://host:port, without a path."""
@@ -41,7 +37,7 @@ class BatchSender:
     max_concurrency: int
     """Most requests at a time."""
     retry_s: float
-    """Longest time for which a request that finds no room or no service is sent again."""
+    """Longest time of retries without room or service."""
     ssl: SSLContext | None = None
 
     async def check(self) -> None:
@@ -64,10 +60,10 @@ class BatchSender:
     async def send_all(
         self, requests: Iterable[BatchLine], answered: Callable[[BatchAnswer], None]
     ) -> None:
-        """Send every request; `answered` is called with each answer, in any order.
+        """Send every request; `answered` gets each answer, in any order.
 
-        Requests are taken from the iterator as there is room for them. Raises ServiceGoneError, and
-        whatever `answered` or the iterator raises; what is under way is then given up.
+        Takes requests as there is room. Raises ServiceGoneError, or as `answered` and the iterator
+        do, and gives up the rest.
         """
         waiting = iter(requests)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
@@ -89,7 +85,7 @@ class BatchSender:
                 await asyncio.gather(*workers, return_exceptions=True)
 
     async def _send(self, session: aiohttp.ClientSession, request: BatchLine) -> BatchAnswer:
-        """Raises ServiceGoneError if no answer comes from first to last."""
+        """Raises ServiceGoneError if no retry is answered."""
         loop = asyncio.get_running_loop()
         until_s, pause_s = loop.time() + self.retry_s, _PAUSE_S
         body = {"priority": LOWEST_CLASS, **request.body}

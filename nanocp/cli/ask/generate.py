@@ -1,8 +1,6 @@
 """`nanocp generate`: one prompt, streamed to the terminal.
 
-Enters: options. Leaves: text on standard output and a summary on standard error, or one JSON
-object; exit status 2 if the service cannot be reached or refuses the arguments, 1 if the request
-fails. Does not know: the service's insides.
+Exit status: 2 for bad arguments or an unreachable service, 1 if the request fails.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from nanocp.client import Chunk, Finish
 
 MAX_TIMEOUT_S = 1e6
-"""Eleven days. gRPC takes a deadline beyond the range of its clock for one that has passed."""
+"""Eleven days; gRPC takes later deadlines for past ones."""
 
 _SAMPLING_HELP = (
     'Sampling parameters as the API has them: {"top_k": 20, "stop": ["end"]}. They are '
@@ -60,7 +58,7 @@ class Prompt:
     def read(self) -> str | Sequence[int]:
         """The prompt's text or token ids.
 
-        Raises ValueError unless exactly one is given and its file can be read.
+        Raises ValueError unless exactly one is given and readable.
         """
         if [self.prompt, self.prompt_file, self.prompt_ids].count(None) != 2:
             raise ValueError("give exactly one of --prompt, --prompt-file and --prompt-ids")
@@ -104,7 +102,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What a request asks of the queue."""
+    """A request's place in the queue."""
 
     priority: Option[int] = 0
     """Requests of a lower number are placed first and preempted last, -100 to 100."""
@@ -114,7 +112,7 @@ class Scheduling:
     """Abort the request after this many seconds."""
 
     user: Option[str] = ""
-    """Whose request it is, in a service without API keys."""
+    """Owner of the request, in a service without API keys."""
 
     def check(self) -> None:
         """Raises ValueError for a time limit that the client cannot keep."""
@@ -164,7 +162,7 @@ def generate(
 
 @contextmanager
 def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """Print what fails inside as a sentence and exit; `chunks` are those that came before."""
+    """Print inner errors as sentences and exit; `chunks` came before."""
     from nanocp.client import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 
     try:
@@ -180,7 +178,7 @@ def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
 
 
 def _print_rest(chunks: Sequence[Chunk], as_json: bool, is_many: bool) -> None:
-    """Print what follows the stream: texts of several choices, their ends, or the JSON object."""
+    """Print the rest: texts of several choices, their ends, or the JSON object."""
     choices: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         choices.setdefault(chunk.index, []).append(chunk)
@@ -212,7 +210,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_ids(path: Path) -> list[int]:
-    """Raises ValueError if the file cannot be read or holds no JSON array of token ids."""
+    """Raises ValueError unless the file is a JSON array of token ids."""
     try:
         ids = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
@@ -234,7 +232,7 @@ def _check_shown(sampling: dict[str, Any]) -> None:
 
 
 def _printable(text: str) -> str:
-    """The text, without control characters if it goes to a terminal."""
+    """The text, for terminals without control characters."""
     if not sys.stdout.isatty():
         return text
     return "".join(
@@ -245,7 +243,7 @@ def _printable(text: str) -> str:
 def _summary(
     chunks: Sequence[Chunk], choices: Mapping[int, Sequence[Chunk]], is_many: bool
 ) -> dict[str, Any]:
-    """The JSON object: one choice's values are at the top level, several choices' in a list."""
+    """The JSON object: one choice at the top level, or a list of choices."""
     of_choices = [_choice_summary(of_choice) for _, of_choice in sorted(choices.items())]
     prompt_tokens = _finish(choices[0]).prompt_tokens
     summary: dict[str, Any] = {"request_id": chunks[-1].request_id, "prompt_tokens": prompt_tokens}

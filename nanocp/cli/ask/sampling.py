@@ -1,7 +1,4 @@
-"""Sampling parameters of a command line: the API's JSON, checked by the table of parameters.
-
-Enters: a text. Leaves: values as nanocp.client takes them. Does not know: commands.
-"""
+"""Sampling parameters of a command line: the API's JSON, checked by the table."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ NAMES = tuple(field.name for field in fields(SamplingRequest))
 _TYPES = get_type_hints(SamplingRequest)
 _RIGHT = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _JSON = ("json_schema", "structural_tag")
-"""Parameters that are JSON in a text; the JSON itself is taken too."""
+"""Parameters of JSON text; JSON itself is taken too."""
 
 
 def read_sampling(text: str) -> dict[str, Any]:
-    """The parameters that are given; null is the service's default.
+    """The given parameters; null: the service's default.
 
-    Raises ValueError, naming the parameter and what would be right.
+    Raises ValueError, naming the parameter and the remedy.
     """
     given = json_object("--sampling", text)
     for name in given:

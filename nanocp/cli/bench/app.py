@@ -1,8 +1,6 @@
 """`nanocp bench serve`: load on a running service, with vLLM's flags, block and JSON.
 
-Enters: options. Leaves: the block on standard output, a JSON file if asked; exit status 2 for
-options that have no meaning, 1 if no request was served. Does not know: how requests are sent and
-timed.
+Exit status: 2 for options without a meaning, 1 if no request was served.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ def serve(
 
 
 def _serve(target: Target, dataset: Dataset, load: Load, report: Report) -> int:
-    """Returns the exit status.
-
-    Raises ValueError for options without a meaning, and if the service does not answer.
-    """
+    """Returns the exit status; raises ValueError for bad options and without an answer."""
     report.check()
     load.check(dataset.name, dataset.is_trace)
     requests = dataset.requests(target.backend)

@@ -1,7 +1,4 @@
-"""The requests that `nanocp bench serve` sends.
-
-Enters: options. Leaves: requests in their order. Does not know: services, rates.
-"""
+"""The requests of `nanocp bench serve`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dataset(DatasetOptions):
-    """Options of the prompts and their lengths, and the tokenizer that counts."""
+    """Options of the prompts and their lengths, with the tokenizer."""
 
     name: Annotated[str, typer.Option("--dataset-name")] = "random"
     path: Annotated[Path | None, typer.Option("--dataset-path")] = None
@@ -34,13 +31,13 @@ class Dataset(DatasetOptions):
 
     @property
     def is_trace(self) -> bool:
-        """Whether the requests have times of their own."""
+        """True if requests have their own times."""
         return self.name in TRACES
 
     def requests(self, backend: str) -> list[SampleRequest]:
-        """The dataset's requests as the backend takes them.
+        """Requests in the backend's form.
 
-        Raises ValueError for an unusable file, and without the tokenizer that they need.
+        Raises ValueError for an unusable file or a missing tokenizer.
         """
         from nanocp.bench.dataset import sample_requests
 

@@ -1,7 +1,4 @@
-"""How `nanocp bench serve` sends requests: rate, concurrency, warm-up.
-
-Enters: options, requests, a connection. Leaves: what came back. Does not know: prompts, reports.
-"""
+"""Sends requests of `nanocp bench serve`: rate, concurrency, warm-up."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """What came back."""
+    """Answers to the load."""
 
     model: str
-    """The name that requests used; empty for gRPC."""
+    """Name in requests; empty for gRPC."""
     outputs: list[RequestOutput]
     duration_s: float
 
@@ -52,7 +49,7 @@ class Load:
     """No progress bar."""
 
     def check(self, dataset_name: str, is_trace: bool) -> None:
-        """Raises ValueError, naming the option, for a load that has no meaning."""
+        """Raises ValueError, naming the option, for a load without a meaning."""
         if self.self_timed and not is_trace:
             raise ValueError(f"--self-timed is for traces; --dataset-name is {dataset_name}")
         for option, value in (
@@ -75,7 +72,7 @@ class Load:
         seed: int,
         is_trace: bool,
     ) -> Sent:
-        """Connect, wait for the service, warm it up, and send each request when it is due.
+        """Connect, wait for the service, warm it up, and send each request when due.
 
         Raises ValueError if the service does not answer.
         """
@@ -118,7 +115,7 @@ class Load:
             )
 
     async def _wait_until_ready(self, backend: Backend, request: SampleRequest) -> None:
-        """Try one request until it is served. Raises ValueError when the time is up."""
+        """Retry one request until served. Raises ValueError when the time is up."""
         limit_s = self.ready_check_timeout_sec
         deadline = time.monotonic() + limit_s
         for attempt in range(sys.maxsize if limit_s > 0 else 0):

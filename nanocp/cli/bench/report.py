@@ -1,8 +1,4 @@
-"""What `nanocp bench serve` prints and saves: vLLM's block and JSON.
-
-Enters: options, what came back. Leaves: the block on standard output, a JSON file if asked. Does
-not know: how requests are sent.
-"""
+"""Prints and saves results of `nanocp bench serve` in vLLM's form."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ class Report:
     """The file's name."""
 
     def check(self) -> None:
-        """Raises ValueError, naming the option, for what cannot be reported."""
+        """Raises ValueError, naming the option, for bad ones."""
         self._goodput_ms(), self._metrics(), self._percentiles(), pairs("--metadata", self.metadata)
 
     def result(
@@ -78,7 +74,7 @@ class Report:
         return values
 
     def save(self, about: dict[str, Any], values: dict[str, Any]) -> None:
-        """Write the JSON file if it is asked for; `about` says what was measured."""
+        """Write the JSON file if wanted; `about` describes the load."""
         from nanocp.bench.report import DETAILS
 
         if not (self.save_result or self.append_result):

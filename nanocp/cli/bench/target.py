@@ -1,7 +1,4 @@
-"""The service that `nanocp bench serve` measures, and what every request carries.
-
-Enters: options. Leaves: a connection. Does not know: prompts, rates, reports.
-"""
+"""The service that `nanocp bench serve` measures, and common fields of requests."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The service, how it is reached, and what every request carries."""
+    """The service, its address, and common fields of requests."""
 
     backend: Annotated[
         str,
@@ -56,7 +53,7 @@ class Target:
     """Ask for this many most likely tokens beside each."""
 
     def connect(self, body: dict[str, Any]) -> Backend:
-        """A connection whose requests all carry `body`; call it in the event loop that uses it."""
+        """A connection whose requests carry `body`; call it in its event loop."""
         from nanocp.bench.backends import GrpcBackend, OpenAIBackend
 
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -77,10 +74,10 @@ class Target:
         )
 
     def body(self, goes_on: bool) -> dict[str, Any]:
-        """What every request carries beside its prompt and length.
+        """Fields of every request beside its prompt and length.
 
-        goes_on: the dataset says how long outputs are. Raises ValueError unless each --extra-body
-        is a JSON object.
+        goes_on: the dataset sets output lengths. Raises ValueError unless each --extra-body is a
+        JSON object.
         """
         fields: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos or goes_on else {}
         if self.logprobs is not None:
@@ -95,7 +92,7 @@ class Target:
 
 
 def pairs(option: str, items: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE items as a dictionary. Raises ValueError, naming the option, for any other item."""
+    """KEY=VALUE items as a dictionary. Raises ValueError, naming the option, for others."""
     values = {}
     for item in items:
         key, sign, value = item.partition("=")

@@ -1,8 +1,4 @@
-"""`nanocp make-checkpoint`: a small seeded checkpoint of a supported architecture.
-
-Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2
-if it cannot be written. Does not know: how it is made.
-"""
+"""`nanocp make-checkpoint`: a small seeded checkpoint of a supported architecture."""
 
 from __future__ import annotations
 

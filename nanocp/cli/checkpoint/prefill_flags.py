@@ -1,8 +1,4 @@
-"""`nanocp prefill-flags`: the flags with which vLLM computes prompts for `nanocp serve`.
-
-Enters: a checkpoint folder, the configuration of the service. Leaves: flags on standard output;
-exit status 2 if the checkpoint cannot be served. Does not know: vLLM, which it does not import.
-"""
+"""`nanocp prefill-flags`: vLLM's flags to compute prompts for `nanocp serve`."""
 
 from __future__ import annotations
 

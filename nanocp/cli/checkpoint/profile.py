@@ -1,8 +1,4 @@
-"""`nanocp profile`: measure this machine's steps, for `nanocp serve` and `nanocp simulate`.
-
-Enters: a checkpoint, options. Leaves: two files, and what they are made of on standard output; exit
-status 2 if it cannot be measured. Does not know: how a step is timed, how constants are fitted.
-"""
+"""`nanocp profile`: measure this machine's steps, for `nanocp serve` and `nanocp simulate`."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ _MIN_LEN = 512
 _NUM_STEPS = 5
 _NUM_LANE_STEPS = 15
 _NUM_ROUNDS = 3
-"""How often each batch is measured, with all others between; the fastest round counts."""
+"""Rounds of measurements; each batch's fastest one counts."""
 _QUICK_MAX_LEN = 4096
 _WIDTH = 110
 
@@ -46,7 +42,7 @@ CONFIG_OPTIONS = FieldOptions(
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What is measured, and where the files go."""
+    """Batches to measure, and the folder of the files."""
 
     out: Option[Path] = Path("profile")
     """Folder for the files; made if absent."""
@@ -61,7 +57,7 @@ class Measurement:
     """A CP degree of the sweep; may be given again. By default 1, 2, 4, ..."""
 
     def longest(self, model_max_len: int) -> int:
-        """Tokens of the longest request. Raises ValueError if they are too few."""
+        """Tokens of the longest request. Raises ValueError if too few."""
         default = min(model_max_len, _QUICK_MAX_LEN) if self.quick else model_max_len
         max_len = default if self.max_len is None else self.max_len
         if max_len < _MIN_LEN:
@@ -116,9 +112,9 @@ def profile(
 
 
 def run(config: Config, checkpoint: Path, measurement: Measurement, console: Console) -> None:
-    """Measure, fit, show and write the two files.
+    """Measure, fit, show and write the files.
 
-    Raises ValueError for what cannot be measured, RuntimeError if an instance fails.
+    Raises ValueError for bad options, RuntimeError if an instance fails.
     """
     if config.cluster.layout == "pipeline":
         _run_pipeline(config, checkpoint, measurement, console)
@@ -170,7 +166,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
 def _run_pipeline(
     config: Config, checkpoint: Path, measurement: Measurement, console: Console
 ) -> None:
-    """Fit the predictor of a pipeline to passes through one stage that has every layer."""
+    """Fit a pipeline's predictor to passes through one stage with all layers."""
     from rich.table import Table
 
     from data_plane.model.config import ModelConfig
@@ -208,7 +204,7 @@ def _run_pipeline(
 
 
 def _write(config: Config, out: Path, about: Sequence[str]) -> Path:
-    """Write the profile, and the file for `nanocp serve --config`; returns the latter's path."""
+    """Write the profile and the file for `nanocp serve --config`; returns the latter's path."""
     from nanocp.config.yaml import changed
     from nanocp.simulator.fit.fit import profile_yaml, serve_yaml
 
@@ -243,7 +239,7 @@ def _measure(
     quick: bool,
     console: Console,
 ) -> tuple[Sweep, list[Point], float]:
-    """The sweep, the points to fit, and the speed at which pages are copied in."""
+    """The sweep, points to fit, and the speed of copying pages in."""
     from rich.console import Console as ErrorConsole
     from rich.progress import Progress
 
@@ -335,7 +331,7 @@ def _measure_drafts(config: Config, checkpoint: Path) -> SchedulerConfig:
 
 
 def _lengths(max_len: int) -> Iterator[int]:
-    """Lengths of the sweep, in tokens: _MIN_LEN, twice that, ..., max_len."""
+    """Lengths of the sweep, in tokens: _MIN_LEN, doubled up to max_len."""
     length = _MIN_LEN
     while length < max_len:
         yield length
@@ -367,7 +363,7 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
 
 
 def _about(config: Config, checkpoint: Path) -> list[str]:
-    """The head of both files: what was measured, and on which machine."""
+    """The head of the files: model and machine."""
     import torch
 
     num_instances, threads = config.cluster.num_instances, config.data_plane.threads_per_instance

@@ -1,8 +1,4 @@
-"""`nanocp chaos`: a service of this machine under load, whose members are killed and stopped.
-
-Enters: a checkpoint folder. Leaves: a table and the claims; exit status 0 only if all hold. Does
-not know: how a service recovers.
-"""
+"""`nanocp chaos`: a local service under load, whose members are killed and stopped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run of chaos: a service, clients of every kind, losses; then the judgement.
-
-Enters: a checkpoint, a seed, a time. Leaves: one object of numbers. Does not know: the terminal.
-"""
+"""One run of chaos: a service, clients of every kind, losses; then the judgement."""
 
 from __future__ import annotations
 
@@ -29,41 +26,41 @@ from nanocp.client import AsyncClient
 from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
 
 NUM_CLIENTS = len(KINDS) * len(APIS)
-"""One for each kind of request and each API."""
+"""One for each kind of request and API."""
 JUDGE_S = 1200.0
-"""Longest wait, once all answers have ended, for requests that are not yet judged."""
+"""Longest wait for judgements after the last answer."""
 _NUM_FRONT_ENDS = 2
 _PROCESSES = {"service.front_ends": _NUM_FRONT_ENDS, "service.controller_process": True}
 _LOOK_S = 1.0
-"""Longest time in which the end of the service is not noticed."""
+"""Interval of checks that the service runs."""
 _LOG_LINES = 10
-"""Last lines of a service's log that are shown if it failed."""
+"""Shown log lines of a failed service."""
 _GONE_S = 10.0
-"""Longest wait for processes and segments that are on their way out."""
+"""Longest wait for ending processes and segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosRun:
-    """What is run."""
+    """Parameters of a run."""
 
     checkpoint: Path
     instances: int = 4
     seconds: float = 60.0
     seed: int = 0
     timeout_s: float = 600.0
-    """Longest time for one request, all its pauses included."""
+    """Longest time of one request, with pauses."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Keys of the configuration, such as "cluster.num_frames"."""
     flags: Sequence[str] = ()
     """Further arguments of `nanocp serve`."""
     program: Sequence[str] = PROGRAM
-    """What runs `nanocp`."""
+    """Command line of `nanocp`."""
     pauses_s: tuple[float, float] = (3.0, 30.0)
     """Time from one loss to the next."""
     kinds: Sequence[str] = ()
-    """Kinds of losses; empty: every kind that there is."""
+    """Kinds of losses; empty: every kind."""
     has_processes: bool = False
-    """Whether front ends and the controller are processes, which are lost too."""
+    """Front ends and the controller are processes, and lost too."""
 
 
 def play(
@@ -72,10 +69,10 @@ def play(
     said: Callable[[str], None],
     judged: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Start a service, load it, lose members, and judge what came of it.
+    """Start a service, load it, lose members, and judge the outputs.
 
-    make_judge: see JudgeBeside. said: called with each step as it begins. judged: see
-    JudgeBeside.found. Raises RuntimeError if the service does not start.
+    make_judge: see JudgeBeside. said: gets each step as it begins. judged: see JudgeBeside.found.
+    Raises RuntimeError if the service does not start.
     """
     said("starting the service")
     asked: list[Asked] = []
@@ -149,10 +146,9 @@ async def ask_all(
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
-    targets, http_urls: of each front end; clients begin at them in turn, and know them all.
-    disturb: runs beside them, and gets the end of the time. asked: gets every request.
-    has_ended: whether there is no service any more, which ends the run and what is asked. ended:
-    called with each request when nothing more will come of it.
+    targets, http_urls: of each front end; clients begin at them in turn. disturb: runs beside them,
+    gets the end of the time. asked: gets every request. has_ended: True once the service is gone,
+    which ends the run. ended: gets each finished request.
     """
     until_s = time.monotonic() + run.seconds
     defaults = default_sampling(run.checkpoint)
@@ -189,10 +185,9 @@ def _has_ended(service: Serving) -> bool:
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
-    """Frames that are held and tickets that are unanswered though nothing runs.
+    """Held frames and unanswered tickets of an idle service.
 
-    And prompt tokens that were found outside the frames: as far as the last controller knows, if it
-    has a process of its own.
+    Also prompt tokens found outside the frames, as its last controller counts.
     """
     if _has_ended(service):
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}

@@ -1,9 +1,4 @@
-"""`nanocp demo`: a service on this machine, and every token checked against `transformers`.
-
-Enters: a checkpoint folder. Leaves: a table, the balance over the instances and one JSON line; exit
-status 0 only if every request is exact. Does not know: anything that a client does not; the service
-is a process of its own.
-"""
+"""`nanocp demo`: a service on this machine, and every token checked against `transformers`."""
 
 from __future__ import annotations
 
@@ -42,14 +37,14 @@ NUM_STAGES = 2
 NUM_FRAMES = 40
 """Frames of an instance: 2,560 tokens."""
 NUM_FRONT_ENDS = 2
-"""With two of them, and the controller as a process, any process may be killed meanwhile."""
+"""With two, and a controller process, any process may be killed."""
 NUM_SAMPLED_TOKENS = 100
 SELECTED = ("kernels: ", "dispatch: ", "lanes: ")
-"""How lines of the service's log begin that are shown: what it selected here, and why."""
+"""Begins log lines of choices and their reasons."""
 _LAST_LINES_S = 10.0
-"""Longest wait for the last lines of a service that has ended."""
+"""Longest wait for last log lines."""
 EVENTS = (" WARNING ", " ERROR ", " serves with ", " serves again")
-"""What stands in lines that are shown at once: what was lost, and that the service goes on."""
+"""Marks lines shown at once: losses, and that the service goes on."""
 
 
 @dataclass(slots=True)
@@ -65,7 +60,7 @@ class DemoRequest:
 
     @property
     def tpot_ms(self) -> float:
-        """Mean time from one token to the next."""
+        """Mean time between tokens."""
         return 1000 * (self.arrived_s[-1] - self.arrived_s[0]) / max(len(self.arrived_s) - 1, 1)
 
 
@@ -111,7 +106,7 @@ def demo(
 
 
 def make_requests(tokenizer: Tokenizer) -> list[DemoRequest]:
-    """Short and long prompts in turn, as they come in a real load."""
+    """Short and long prompts in turn."""
     requests = [
         DemoRequest(f"short-{number}", tokenizer.encode(prompt).ids)
         for number, prompt in enumerate(SHORT_PROMPTS)
@@ -125,10 +120,10 @@ def make_requests(tokenizer: Tokenizer) -> list[DemoRequest]:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
-    """A `nanocp serve` of this machine, from ready to stopped; yields host:port of its front ends.
+    """A local `nanocp serve`, from ready to stopped; yields host:port of its front ends.
 
-    What it loses meanwhile is shown at once; at the end, what it selected, or its log if it failed.
-    Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
+    Losses are shown at once, choices or a failure's log at the end. Raises typer.Exit if it fails,
+    also after the last request: it checks its invariants when idle.
     """
     # Not at the top: the command is shown by `nanocp --help` without it.
     from data_plane.model.config import ModelConfig
@@ -178,7 +173,7 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
 
 
 def _read_log(server: subprocess.Popen[bytes], lines: list[str], progress: Progress) -> None:
-    """Take the service's lines: two programs that wrote to one terminal would break its bars."""
+    """Read the service's lines, which would break bars."""
     assert server.stdout is not None
     for raw in server.stdout:
         lines.append(line := raw.decode(errors="replace").rstrip())
@@ -193,7 +188,7 @@ async def generate_all(
     max_tokens: int,
     progress: Progress,
 ) -> None:
-    """Submit every request at once and collect the outputs; `sampled` is drawn, not greedy."""
+    """Submit every request at once and collect the outputs; `sampled` is not greedy."""
     from nanocp.client import AsyncClient
 
     total = len(requests) * max_tokens + NUM_SAMPLED_TOKENS
@@ -243,7 +238,7 @@ async def _collect(
 
 
 def judge_all(checkpoint: Path, requests: list[DemoRequest], progress: Progress) -> None:
-    """Check each output with one forward pass of the reference model."""
+    """Check each output by one forward pass of the reference model."""
     from data_plane.reference.oracle import Oracle
 
     task = progress.add_task("checking against transformers", total=len(requests))
@@ -254,7 +249,7 @@ def judge_all(checkpoint: Path, requests: list[DemoRequest], progress: Progress)
 
 
 def show(console: object, requests: list[DemoRequest]) -> None:
-    """Print the table of requests, and the pages and rows of each instance."""
+    """Print the table of requests, and pages and rows of each instance."""
     from rich.console import Console
     from rich.table import Table
 
@@ -304,7 +299,7 @@ def show(console: object, requests: list[DemoRequest]) -> None:
 def show_texts(
     console: object, tokenizer: Tokenizer, requests: list[DemoRequest], sampled: DemoRequest
 ) -> None:
-    """Print what the short prompts became, and the sampled text."""
+    """Print outputs of short prompts, and the sampled text."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,8 +1,4 @@
-"""The judge of every output: greedy, sampled or penalised, by one forward of the reference model.
-
-Enters: a checkpoint, requests with their outputs. Leaves: which tokens are wrong. Does not know:
-how they were made; of what serves it shares the sampler, a pure function.
-"""
+"""Judges outputs, greedy, sampled or penalised, by one forward of the reference model."""
 
 from __future__ import annotations
 
@@ -56,10 +52,9 @@ def _distance(
     prompt: Sequence[int],
     token_id: int,
 ) -> torch.Tensor:
-    """How far a token is from what was to be sampled.
+    """A token's distance from the right one.
 
-    It is a difference of logits for a greedy token, and for a drawn one the distance of the random
-    number from the token's part of [0, 1).
+    In logits for a greedy token; for a drawn one from the random number to its part of [0, 1).
     """
     logits_V = controlled_logits(logits_V, params, before, prompt)
     if params.temperature == 0:

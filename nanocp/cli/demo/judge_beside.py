@@ -1,8 +1,4 @@
-"""A judge in a process of its own, which judges requests while others are still asked.
-
-Enters: requests as they end. Leaves: what report.judged would say of all, within a limit of time.
-Does not know: what is asked, which tokens are right.
-"""
+"""A judge in a process of its own, beside the load."""
 
 from __future__ import annotations
 
@@ -21,14 +17,14 @@ if TYPE_CHECKING:  # it imports torch
     from nanocp.cli.demo.judge import Judge
 
 _LOOK_S = 1.0
-"""Time between two reports of what is judged."""
+"""Time between two reports."""
 
 
 class JudgeBeside:
-    """Judges each request once it has ended: little is left to judge when the run ends."""
+    """Judges each request once it has ended: little is left at the end."""
 
     def __init__(self, make_judge: Callable[[Path], Judge], checkpoint: Path) -> None:
-        """make_judge: a function of a module, since it is called in the other process."""
+        """make_judge: a module's function, called in the other process."""
         # A fork of a process that has threads may hang.
         self._pool = ProcessPoolExecutor(1, get_context("spawn"))
         self._make_judge = make_judge
@@ -36,7 +32,7 @@ class JudgeBeside:
         self._judgements: list[Future[Judgement]] = []
 
     def close(self) -> None:
-        """Judge no more; what the process is at ends first."""
+        """Judge no more; the present work ends first."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def take(self, request: Asked) -> None:
@@ -51,11 +47,10 @@ class JudgeBeside:
     def found(
         self, asked: Sequence[Asked], limit_s: float, judged: Callable[[int, int], None]
     ) -> dict[str, Any]:
-        """Sum up what is judged within a time from now.
+        """Sum up judgements within a time from now.
 
-        What is not judged by then, or never since the judge's process died, counts as `unjudged`.
-        judged: called now and then with how many requests are judged, of how many. Raises what the
-        judge raised.
+        Later ones count as `unjudged`, as do those of a dead judge. judged: gets the number judged,
+        and of all. Raises as the judge did.
         """
         end_s, pending = time.monotonic() + limit_s, set(self._judgements)
         while (pending := wait(pending, 0).not_done) and (left_s := end_s - time.monotonic()) > 0:

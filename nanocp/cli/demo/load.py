@@ -1,8 +1,4 @@
-"""Clients of every kind: each asks, reads to the end, and asks again while there is time.
-
-Enters: a service's addresses, a seed. Leaves: every request with what came of it and when. Does not
-know: what happens to the service, which tokens are right.
-"""
+"""Clients of every kind: each asks, reads to the end, and asks again in time."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from nanocp.values.sampling import SamplingParams
 
 APIS = ("grpc", "http")
 KINDS = ("greedy", "sampled", "penalised", "three", "shared", "long")
-"""Kinds of requests: `three` has three choices, `shared` begins as others do, `long` fills most of
+"""Kinds of requests: `three` has three choices, `shared` a common beginning, `long` nearly fills
 the model's length."""
 _MAX_SHORT_PROMPT = 300
 _SHARED_LEN = 200
@@ -32,27 +28,27 @@ _OUTPUT_LENS = (32, 160)
 _LONG_SHARE = 0.7
 _NUM_CHOICES = 3
 _RESUME_S = 0.3
-"""Pause before a request is sent to another front end."""
+"""Pause before another front end is asked."""
 
 
 class _TryAgain(ValueError):
-    """The service asks to send the request again."""
+    """The service asks for a retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apis:
-    """Both APIs of a service, and what a client needs to know of it."""
+    """Both APIs of a service, and its properties."""
 
     client: AsyncClient
     http: aiohttp.ClientSession
     http_urls: Sequence[str]
-    """The address of the HTTP API of each front end: http://host:port."""
+    """http://host:port of each front end."""
     vocab_size: int
     max_model_len: int
     timeout_s: float
     """Longest time for one request."""
     default_sampling: Mapping[str, Any]
-    """What the service takes for sampling options that a request does not give."""
+    """Default sampling options of the service."""
 
 
 @dataclass(slots=True)
@@ -63,24 +59,24 @@ class Asked:
     api: str
     prompt_ids: list[int]
     options: dict[str, Any]
-    """Sampling options under the names that both APIs have."""
+    """Sampling options, as both APIs name them."""
     num_choices: int = 1
     outputs: list[list[int]] = field(default_factory=list)
     """The tokens of each choice."""
     arrivals_s: list[list[float]] = field(default_factory=list)
-    """When the tokens of each choice came, in seconds of time.monotonic."""
+    """Arrival times of each choice's tokens, in seconds of time.monotonic."""
     error: str = ""
-    """Why the request failed, or ended early; empty if it did not."""
+    """Failure of the request; empty if none."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What the service takes for sampling options that a request does not give."""
+    """Default sampling options of the service."""
 
     def params(self, choice: int) -> SamplingParams:
-        """How a choice is sampled."""
+        """Sampling parameters of a choice."""
         seed = self.options["seed"] + choice
         return SamplingParams(**{**self.default_sampling, **self.options, "seed": seed})
 
     def gaps(self) -> Iterator[tuple[float, float]]:
-        """(begin, end) of the time between one token and the next, of every choice."""
+        """(begin, end) between consecutive tokens, of every choice."""
         for arrivals in self.arrivals_s:
             yield from pairwise(arrivals)
 
@@ -100,8 +96,8 @@ async def ask_for_ever(
 ) -> None:
     """Ask until the time is over, and read the last answer to its end.
 
-    number: tells clients apart, and says of which kind this one is. asked: gets every request.
-    ended: called with each when nothing more will come of it.
+    number: of the client, also gives the kind. asked: gets every request. ended: gets each finished
+    one.
     """
     draw = random.Random(f"{seed} {number}")
     while time.monotonic() < until_s:
@@ -175,7 +171,7 @@ async def _by_grpc(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Seque
 
 
 async def _by_http(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Sequence[int]]]:
-    """The answer; with several front ends it goes on at the next one when its own is lost."""
+    """The answer; another front end continues a lost one."""
     body = {"prompt": request.prompt_ids, "n": request.num_choices, "stream": True}
     body |= {"return_token_ids": True, "request_id": uuid.uuid4().hex, **request.options}
     num_turns = itertools.count()
@@ -205,7 +201,7 @@ async def _by_http(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Seque
 async def _one_call(
     apis: Apis, url: str, body: Mapping[str, Any]
 ) -> AsyncIterator[tuple[int, Sequence[int]]]:
-    """The tokens of one stream. Raises _TryAgain, as an error says that has status 503."""
+    """Tokens of one stream. Raises _TryAgain, as an error says that has status 503."""
     completions = f"{url}/v1/completions"
     async with apis.http.post(completions, json=body, read_bufsize=1 << 20) as answer:
         if answer.status != 200:

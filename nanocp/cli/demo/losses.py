@@ -1,8 +1,4 @@
-"""Losses: processes of a real service are killed, or stopped, in an order that a seed draws.
-
-Enters: the processes of a service by name. Leaves: what was done when; signals to those processes.
-Does not know: requests, how a service recovers.
-"""
+"""Losses: processes of a real service are killed or stopped, drawn by a seed."""
 
 from __future__ import annotations
 
@@ -25,23 +21,23 @@ KINDS = (
     "killed in a recovery",
     "all instances killed",
 )
-"""What may happen: a member that is stopped stays so, until the service ends it."""
+"""Kinds of losses; a stopped member stays so until the service ends it."""
 PROCESS_KINDS = (
     "front end killed",
     "front end stopped",
     "controller killed",
     "controller and instance killed",
 )
-"""What may also happen where front ends and the controller are processes."""
+"""Further kinds with front ends and controller as processes."""
 _WHILE_S = (0.5, 8.0)
-"""Time for which a member is stopped for a while: the service may replace it meanwhile, or not."""
+"""Time of a short stop, in which the service may replace the member."""
 _NEXT_KILL_S = (0.2, 6.0)
-"""Time from a kill to another one in the recovery from the first."""
+"""Time to another kill in the same recovery."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What was done to the service."""
+    """One loss."""
 
     kind: str
     at_s: float
@@ -50,7 +46,7 @@ class Loss:
 
 
 class Losses:
-    """Losses drawn by a seed, one kind after the other in random order."""
+    """Losses drawn by a seed, in random order of kinds."""
 
     def __init__(
         self,
@@ -59,7 +55,7 @@ class Losses:
         pauses_s: tuple[float, float],
         kinds: Sequence[str] = KINDS,
     ) -> None:
-        """pids: the present processes, by name. pauses_s: from one loss to the next."""
+        """pids: present processes by name. pauses_s: between losses."""
         self._pids = pids
         self._draw = random.Random(seed)
         self._pauses_s = pauses_s

@@ -1,7 +1,4 @@
-"""What `nanocp demo` asks: beginnings of tales, short and long.
-
-Enters: a tokenizer. Leaves: prompts as text and token ids. Does not know: services, verdicts.
-"""
+"""Prompts of `nanocp demo`: beginnings of tales, short and long."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _SENTENCES = (
 
 
 def long_prompt(tokenizer: Tokenizer, num_tokens: int, seed: int) -> list[int]:
-    """Tell a tale without end, and take its first tokens."""
+    """First tokens of an endless tale."""
     ids: list[int] = []
     for sentence in _tale(seed):
         ids += tokenizer.encode(sentence + " ", add_special_tokens=False).ids

@@ -1,8 +1,4 @@
-"""What a run of chaos has shown: lost, wrong and doubled outputs, what is left, and the pauses.
-
-Enters: requests with their outputs, losses, what the service left. Leaves: one object of numbers,
-and which claims hold. Does not know: how any of it was caused.
-"""
+"""The report of chaos: lost, wrong and doubled outputs, leftovers, and pauses."""
 
 from __future__ import annotations
 
@@ -18,18 +14,18 @@ if TYPE_CHECKING:  # it imports torch
     from nanocp.cli.demo.judge import Judge
 
 MAX_NEAR_TIES = 1e-3
-"""Claim: near-ties of the reference, of all tokens, at most."""
+"""Claim: at most this share of near-ties of the reference."""
 _MAX_SENTENCES = 10
 """Most failures that are quoted."""
 _SERVING_GAP_S = 1.0
-"""The service serves at a time if some token came at most this long before and after."""
+"""The service serves at a time with a token this long before and after."""
 
 
 class Judgement(NamedTuple):
-    """What the judge says of one request."""
+    """Judgement of one request."""
 
     counts: Counter[str]
-    """Choices of the request that are `wrong` or `doubled`, and `near_ties`."""
+    """Choices that are `wrong` or `doubled`, and `near_ties`."""
     failures: list[str]
     """One sentence for each fault."""
 
@@ -40,7 +36,7 @@ def judged(asked: Sequence[Asked], judge: Judge) -> dict[str, Any]:
 
 
 def judgement_of(request: Asked, judge: Judge) -> Judgement:
-    """Judge every token of one request, which has ended."""
+    """Judge every token of one finished request."""
     counts: Counter[str] = Counter()
     found = [request.error] if request.error else []
     for choice, output in enumerate(request.outputs):
@@ -52,7 +48,7 @@ def judgement_of(request: Asked, judge: Judge) -> Judgement:
 
 
 def summed(asked: Sequence[Asked], judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Sum up what was asked, and what the judge says of it; it may lack some requests."""
+    """Sum up requests and judgements, which may lack some."""
     num_lost = sum(bool(request.error) for request in asked)
     counts = Counter(lost=num_lost, wrong=0, doubled=0, near_ties=0)
     for judgement in judgements:
@@ -70,7 +66,7 @@ def summed(asked: Sequence[Asked], judgements: Sequence[Judgement]) -> dict[str,
 
 
 def _of_choice(request: Asked, choice: int, judge: Judge) -> Counter[str]:
-    """Count a choice as wrong at most once, and as doubled if a token of it was given twice."""
+    """Count a choice as wrong once at most, and as doubled if a token came twice."""
     output, params = request.outputs[choice], request.params(choice)
     verdict = Counter(doubled=int(len(output) > params.max_tokens), wrong=0)
     if not output:
@@ -86,7 +82,7 @@ def _of_choice(request: Asked, choice: int, judge: Judge) -> Counter[str]:
 
 
 def pauses_by_kind(asked: Sequence[Asked], losses: Sequence[Loss]) -> dict[str, dict[str, Any]]:
-    """The pause of each loss is the longest time without a token, of any stream that ran then."""
+    """The longest time without a token, of any running stream, at each loss."""
     gaps = [gap for request in asked for gap in request.gaps()]
     pauses: defaultdict[str, list[float]] = defaultdict(list)
     next_s = [*(each.at_s for each in losses[1:]), float("inf")]
@@ -106,7 +102,7 @@ def pauses_by_kind(asked: Sequence[Asked], losses: Sequence[Loss]) -> dict[str, 
 
 
 def serving_share(asked: Sequence[Asked], began_s: float, seconds: float) -> float:
-    """Share of the time in which some token came at most a second before or after."""
+    """Share of the time with a token at most a second before or after."""
     times = sorted(time_s for each in asked for arrivals in each.arrivals_s for time_s in arrivals)
     edges = [began_s, *(each for each in times if each < began_s + seconds), began_s + seconds]
     silent = sum(
@@ -118,7 +114,7 @@ def serving_share(asked: Sequence[Asked], began_s: float, seconds: float) -> flo
 
 
 def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What is claimed, and whether it holds."""
+    """Each claim, and True if it holds."""
     left = ("frames_left", "tickets_left", "segments_left", "processes_left")
     return [
         ("no accepted request was lost", not result["lost"]),

@@ -1,8 +1,4 @@
-"""`nanocp config`: every key of the configuration, as it is by default or in a service that runs.
-
-Enters: nothing, or a service's status port. Leaves: YAML on standard output, which `nanocp serve
---config` reads; exit status 2 if nothing answers. Does not know: what keys mean.
-"""
+"""`nanocp config`: every key of the configuration, by default or of a running service."""
 
 from __future__ import annotations
 

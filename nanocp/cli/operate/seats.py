@@ -1,8 +1,6 @@
-"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a service that runs.
+"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a running service.
 
-Enters: a service's status port, seats, layers or a request. Leaves: the change, once it has been
-made; exit status 1 if it was not, 2 if the service cannot make it. Does not know: how instances
-come and go.
+Exit status: 1 if the change failed, 2 if the service cannot make it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import typer
 from nanocp.cli.operate.status_port import OperatorKey, Refused, Target, fetch_json
 
 _TIMEOUT_S = 600.0
-"""Longest wait for a change: instances load their weights, and rows move away."""
+"""Longest wait for a change: weights are loaded, rows move away."""
 _GOES_ON = 'the service goes on with the change; "nanocp top" shows it'
 _UNDO = '"nanocp scale --undo" undoes it'
 
@@ -168,7 +166,7 @@ def _seats(target: str, key: str) -> dict[str, Any]:
 
 
 def _ask(target: str, key: str, body: bytes | None = None, path: str = "/cluster/seats") -> Any:
-    """What the status port answers. Raises Refused, also if a change takes long, or ValueError."""
+    """The status port's answer. Raises Refused, also if a change takes long, or ValueError."""
     try:
         return fetch_json(target, path, key, body, _TIMEOUT_S)
     except ValueError as error:

@@ -1,8 +1,4 @@
-"""The status port for commands: the options that name it, and what it answers.
-
-Enters: HOST:PORT, a path, an operator's key. Leaves: JSON, or a ValueError with a sentence. Does
-not know: what is asked.
-"""
+"""The status port for commands: its options and answers."""
 
 from __future__ import annotations
 
@@ -33,15 +29,15 @@ _TIMEOUT_S = 5.0
 
 
 class Refused(ValueError):
-    """The service did not do what it was asked for; the message says why."""
+    """The service refused, for the reason in the message."""
 
 
 def fetch_json(
     target: str, path: str, key: str = "", body: bytes | None = None, timeout_s: float = _TIMEOUT_S
 ) -> Any:
-    """What the status port answers, to a body if there is one.
+    """The status port's answer to a body, if any.
 
-    Raises ValueError with a sentence if it does not answer: Refused if it answers with an error.
+    Raises ValueError with a sentence without an answer, Refused for an error.
     """
     base = re.sub(r"(/cluster|/metrics)?/*$", "", target)
     url = (base if "://" in base else f"http://{base}") + path

@@ -1,9 +1,4 @@
-"""`nanocp top` and `nanocp status`: the cluster page in a terminal, and in a line.
-
-Enters: a service's status port. Leaves: a live picture until Ctrl-C, or one on standard output, or
-a line; exit status 2 if nothing answers. Does not know: the service's insides; it reads what the
-page at /cluster reads.
-"""
+"""`nanocp top` and `nanocp status`: the cluster page in a terminal, and in a line."""
 
 from __future__ import annotations
 
@@ -23,11 +18,11 @@ if TYPE_CHECKING:
 
 _PERIOD_S = 0.5
 _MAX_SHOWN = 20
-"""Requests of a live picture, those with the most pages."""
+"""Requests of a live picture, with most pages."""
 _WIDE = 80
-"""Columns of a terminal from which on every title fits."""
+"""Columns of a terminal with room for every title."""
 _WIDEST = 130
-"""Columns from which on the client's ids fit too."""
+"""Columns with room for clients' ids too."""
 _PAGES = "instance:pages"
 _WIDE_TITLES = ("state", "tokens", "CP degree", "MoE binding", _PAGES)
 _NARROW_TITLES = ("tokens", "CP", "MoE", _PAGES)
@@ -37,7 +32,7 @@ _LEGEND = (
     f"▓ on one   {_PROMISED} promised, no KV yet   ░ quarantined   · free"
 )
 _AWAITED = {"fill": "rows", "tail": "tokens", "kv": "moved layers", "work": "a pass"}
-"""What a stage of a pipeline waits for, by cause (nanocp.values.passes.WAIT_CAUSES)."""
+"""Words for the causes of a stage's waits (nanocp.values.passes.WAIT_CAUSES)."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _COLOURS = (
@@ -101,7 +96,7 @@ def status(target: Target = "127.0.0.1:9464", operator_key: OperatorKey = "") ->
 
 
 def _problems(snapshot: Snapshot) -> list[str]:
-    """What keeps the service from being whole. A seat that was left empty does not."""
+    """Problems of the service; seats left empty are none."""
     recovery = snapshot["recovery"]
     problems = []
     if recovery["recovers_for_s"] is not None:
@@ -139,7 +134,7 @@ def _live(target: str, key: str, snapshot: Snapshot) -> None:
 
 
 def picture(snapshot: Snapshot, width: int, most: int = _MAX_SHOWN) -> RenderableType:
-    """The snapshot for a terminal of `width` columns, with as many requests at most."""
+    """The snapshot for a terminal of `width` columns, with at most `most` requests."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -175,7 +170,7 @@ def picture(snapshot: Snapshot, width: int, most: int = _MAX_SHOWN) -> Renderabl
 def _requests(
     snapshot: Snapshot, keys: dict[int, int], width: int, most: int
 ) -> list[RenderableType]:
-    """A table of the requests that hold most pages, and how many others there are."""
+    """A table of requests with most pages, and the number of others."""
     from rich.table import Table
     from rich.text import Text
 
@@ -207,7 +202,7 @@ def _requests(
 
 
 def _stages(stages: list[dict[str, Any]]) -> list[Text]:
-    """A line for each stage of a pipeline, and one on its layouts."""
+    """A line for each stage, and one on layouts."""
     from rich.text import Text
 
     if not stages:
@@ -225,7 +220,7 @@ def _stages(stages: list[dict[str, Any]]) -> list[Text]:
 
 
 def _tenants(tenants: list[dict[str, Any]]) -> list[Text]:
-    """A line for each tenant, the one with most requests first; none if nobody has a name."""
+    """A line for each tenant, by requests; none without names."""
     from rich.text import Text
 
     if not any(one["tenant"] for one in tenants):
@@ -241,10 +236,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> list[Text]:
 
 
 def _recovery(recovery: dict[str, Any]) -> list[Text]:
-    """A line on terms and losses, after the first term has ended; one on seats, if not all serve.
-
-    Spares are seats in a wider sense: with some, the second line is always there.
-    """
+    """A line on terms and losses after the first term; one on seats with spares or empty seats."""
     from rich.text import Text
 
     lines = []
@@ -271,9 +263,9 @@ def _engine(engine: dict[str, Any]) -> Text:
 
 
 def _keys(request_ids: list[int]) -> dict[int, int]:
-    """A letter for each request, by its id: most keep theirs as other requests come and go.
+    """A letter for each request by its id, stable for most.
 
-    No two share a letter unless there are more requests than letters.
+    Distinct while there are enough letters.
     """
     keys: dict[int, int] = {}
     for request_id in request_ids:
@@ -321,8 +313,8 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
     """The frames of one instance, as a bar.
 
-    A request on several instances has its letter, and a sign where its pages hold no KV yet. Other
-    requests, quarantined and free frames have shades.
+    Requests on several instances have letters, with a sign for pages without KV; other frames have
+    shades.
     """
     from rich.text import Text
 

@@ -1,8 +1,6 @@
 """`nanocp why`: where the time of one request went.
 
-Enters: a request's number or the client's id, and a service's status port or an event log. Leaves:
-a table and sentences on standard output; exit status 2 if the request or the service is unknown.
-Does not know: the scheduler's insides.
+Exit status: 2 if the request or the service is unknown.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def why(
 
 
 def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
-    """The requests of this name in an event log. Raises ValueError."""
+    """Requests of this name in an event log. Raises ValueError."""
     from control_plane.observe.request_values import request_values
     from control_plane.observe.timelines import Timelines
     from control_plane.shell.event_log import LogReader, log_lines
@@ -89,7 +87,7 @@ def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
 
 
 def show(console: Console, one: dict[str, Any]) -> None:
-    """Print where a request's time went, then its timeline."""
+    """Print a request's times and timeline."""
     from rich.table import Table
 
     seconds: dict[str, float] = one["seconds"]

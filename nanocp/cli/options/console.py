@@ -1,7 +1,4 @@
-"""Consoles of commands: results on standard output, progress on standard error.
-
-Enters: nothing. Leaves: consoles of rich. Does not know: what is printed.
-"""
+"""Consoles of commands: results on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -27,25 +24,25 @@ _SAY_EVERY_S = 10.0
 
 
 def output() -> Console:
-    """Standard output; a file gets lines of 110 columns."""
+    """Standard output; files get lines of 110 columns."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def terminal() -> Console:
-    """Standard error, so that the result stands alone on standard output."""
+    """Standard error, apart from the result."""
     return Console(stderr=True)
 
 
 def progress() -> Progress:
-    """A progress bar on standard error that leaves nothing behind, and is on a terminal only."""
+    """A transient progress bar on standard error, for terminals only."""
     console = terminal()
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def said() -> Iterator[Callable[[str], None]]:
-    """What says how far it is on standard error: beside a bar, or in a line each 10 s at most."""
+    """A printer of progress on standard error, outside a terminal each 10 s at most."""
     began_s, said_s = time.monotonic(), -inf
     with progress() as bars:
         task = bars.add_task("", total=None)
@@ -63,14 +60,14 @@ def said() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counted(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, from when its caller first says (done, total); nothing stays."""
+    """A transient bar on standard error; its caller says (done, total)."""
     with progress() as bar:
         task = bar.add_task(description, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 def print_claims(console: Console, claims: Iterable[tuple[str, bool]]) -> bool:
-    """Print each claim and whether it holds; returns whether all do."""
+    """Print each claim and its truth; True if all hold."""
     all_hold = True
     for claim, holds in claims:
         console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
@@ -79,7 +76,7 @@ def print_claims(console: Console, claims: Iterable[tuple[str, bool]]) -> bool:
 
 
 def request_progress(*notes: ProgressColumn, disable: bool = False) -> Progress:
-    """A bar of requests on standard error, how many have ended, then `notes`; nothing stays."""
+    """A transient bar of finished requests on standard error, with `notes`."""
     return Progress(
         TextColumn("requests"),
         BarColumn(),

@@ -1,8 +1,4 @@
-"""A package that a command needs and that is not installed, as a sentence that names the extra.
-
-Enters: commands that import what they need when run. Leaves: exit status 2. Does not know: what a
-command does.
-"""
+"""A missing package of a command, as a sentence that names the extra."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ EXTRAS = {
     "serve": "serve",
     "simulate": "simulate",
 }
-"""The extra of pyproject.toml that brings what a command imports; others need no extra."""
+"""The extra of pyproject.toml for an import; others need none."""
 _OWN = ("nanocp", "control_plane", "data_plane")
 
 
@@ -34,7 +30,7 @@ class Commands(Group):
     """The commands of `nanocp`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a missing package ends it with a sentence and status 2."""
+        """Run the command; a missing package ends it with status 2."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:

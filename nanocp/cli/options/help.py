@@ -1,8 +1,4 @@
-"""Commands whose help fits 80 columns with every name whole, and that know what options are gone.
-
-Enters: a command line. Leaves: help on standard output; exit status 2 and a sentence for an option
-that was removed, and for what a command finds wrong. Does not know: what a command does.
-"""
+"""Commands whose help fits 80 columns with whole names, and that refuse removed options."""
 
 from __future__ import annotations
 
@@ -23,10 +19,10 @@ _WIDTH, _COLUMN = 78, 26
 
 
 class _Plain(_Click):  # type: ignore[misc]
-    """What commands and groups of commands share."""
+    """Common parts of commands and groups."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line; raises typer.Exit with status 2 for an option that is gone."""
+        """Parse the command line; raises typer.Exit with status 2 for a removed option."""
         try:
             return super().parse_args(ctx, args)  # type: ignore[no-any-return]
         except Exception as error:
@@ -36,7 +32,7 @@ class _Plain(_Click):  # type: ignore[misc]
             _refuse(ctx, sentence)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raises typer.Exit with status 2 for what cannot be, by its sentence."""
+        """Run the command; raises typer.Exit with status 2 after its sentence for an error."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -54,7 +50,7 @@ class _Plain(_Click):  # type: ignore[misc]
             formatter.write(f"\n{_wrapped(paragraph, 2)}\n")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, options, settings and commands, each with its help."""
+        """Arguments, options, settings and commands, with help."""
         records: dict[str, list[Any]] = {"argument": [], "option": []}
         for param in self.get_params(ctx):
             records[param.param_type_name].append(param.get_help_record(ctx))
@@ -92,7 +88,7 @@ def _refuse(ctx: Any, sentence: str) -> NoReturn:
 
 
 def _write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Names and, from a column on, their help; a long name has a line of its own."""
+    """Names and a column of help; long names have their own line."""
     if rows:
         formatter.write(f"\n{title}:\n")
     for name, text in rows:
@@ -106,7 +102,7 @@ def _write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> 
 
 
 def _wrapped(text: str, indent: int, later: int | None = None) -> str:
-    """Lines of the text; no word is broken, at a hyphen neither."""
+    """Lines of the text; words and hyphens stay whole."""
     return textwrap.fill(
         " ".join(text.split()),
         _WIDTH,

@@ -1,8 +1,4 @@
-"""Options that commands had once: each is refused by a sentence that says what to write instead.
-
-Enters: a command and a flag. Leaves: the sentence. Does not know: what options do. The table is
-removed.toml beside this file.
-"""
+"""Removed options of commands, with sentences on replacements, from removed.toml."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from pathlib import Path
 
 @cache
 def removed(command: str) -> dict[str, str]:
-    """What to write in place of each flag that `nanocp COMMAND` had once."""
+    """Replacements of removed flags of `nanocp COMMAND`."""
     table = tomllib.loads((Path(__file__).parent / "removed.toml").read_text(encoding="utf-8"))
     return {
         flag: row["write"].replace("NAME", flag.removeprefix("--").replace("-", "_"))
@@ -24,6 +20,6 @@ def removed(command: str) -> dict[str, str]:
 
 
 def refusal(command: str, flag: str) -> str:
-    """The sentence that refuses a flag which the command had once; empty for any other flag."""
+    """The refusal of a removed flag; empty for any other."""
     write = removed(command).get(flag)
     return f"{flag} is no option any more: write {write}" if write else ""

@@ -1,9 +1,4 @@
-"""Options of a command as values with types, each written once.
-
-Enters: a command that takes dataclasses of options, or options derived from fields that are
-declared elsewhere. Leaves: the same command as Typer reads it, with a parameter for each option.
-Does not know: any command.
-"""
+"""Options of a command as values with types, each written once, for Typer."""
 
 from __future__ import annotations
 
@@ -29,38 +24,38 @@ ApiKey = Annotated[
 
 T = TypeVar("T")
 Option = Annotated[T, typer.Option()]
-"""A field that is an option; its docstring is the help."""
+"""A field that is an option, with its docstring as help."""
 
 
 class FieldOption(NamedTuple):
-    """An option that takes type, default and help from a field of a dataclass."""
+    """An option with type, default and help of a dataclass's field."""
 
     key: str
-    """The option's name among the values that its command gets."""
+    """Its name among the command's values."""
     name: str
     """The option is --name, with hyphens."""
     annotation: Any
-    """The annotation that Typer reads. An option that is not given is None."""
+    """The annotation for Typer; None is an absent option."""
 
 
 class FieldOptions(tuple[FieldOption, ...]):
-    """Options of a command's parameter that is annotated Annotated[dict[str, Any], FieldOptions].
+    """Options of a parameter that is annotated Annotated[dict[str, Any], FieldOptions].
 
-    The dictionary has the options that were given, by their keys.
+    The dictionary has given options by key.
     """
 
 
 class Setting(NamedTuple):
-    """A value that is given by --set NAME=VALUE: a plain field of a dataclass of options."""
+    """A plain field of a dataclass of options, given by --set NAME=VALUE."""
 
     name: str
     hint: Any
-    """The field's type, with the Bounds of a number."""
+    """The field's type, with a number's Bounds."""
     shown: str
     """The field's docstring, and its default."""
 
     def read(self, text: str) -> Any:
-        """The value that is written so. Raises ValueError."""
+        """Read the value. Raises ValueError."""
         kind = _option_type(self.hint)
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         try:
@@ -76,15 +71,14 @@ class Setting(NamedTuple):
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _KINDS = {bool: "on or off", int: "a whole number", float: "a number"}
 SET = "set_"
-"""The parameter of a command that has settings: NAME=VALUE of each that was given."""
+"""The parameter of given settings, NAME=VALUE each."""
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with each parameter that stands for several options replaced by these.
+    """The command with its options as separate parameters.
 
-    A parameter stands for its FieldOptions, or for the fields of its dataclass: options, whose
-    docstring is the help, or settings, which one option, --set, gives. Raises ValueError if two
-    options have one name.
+    They come from FieldOptions, or from a dataclass: options with docstrings as help, or settings
+    of --set. Raises ValueError if two options have one name.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -117,7 +111,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """The JSON object that an option's value is. Raises ValueError, naming the option."""
+    """An option's value as a JSON object. Raises ValueError, naming the option."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -128,7 +122,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def _given(settings: Mapping[str, Setting], items: Sequence[str]) -> dict[str, Any]:
-    """Values by name. Raises ValueError for an unknown setting and a value that cannot be."""
+    """Values by name. Raises ValueError for unknown settings and bad values."""
     values: dict[str, Any] = {}
     for item in items:
         name, sign, text = item.partition("=")
@@ -182,7 +176,7 @@ def _parameters(hint: Any) -> list[Parameter]:
 
 
 def _helped(hint: Any, doc: str) -> Any:
-    """The annotation of an option, whose help is its field's docstring unless it has one."""
+    """An option's annotation, by default with its field's docstring as help."""
     kind, *_ = get_args(hint)
     (info,) = (copy(one) for one in _metadata(hint) if isinstance(one, OptionInfo))
     info.help = info.help or doc
@@ -200,7 +194,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _collected(hint: Any, values: dict[str, Any]) -> Any:
-    """The value of a parameter of the command; its options leave `values`."""
+    """A parameter's value; its options leave `values`."""
     if options := _field_options(hint):
         given = {option.key: values.pop(option.name) for option in options}
         return {key: value for key, value in given.items() if value not in (None, [])}
@@ -217,10 +211,9 @@ def field_option(
     name: str = "",
     metavar: str | None = None,
 ) -> FieldOption:
-    """The option of a dataclass's field; `key` and `name` are the field's own unless given.
+    """The option of a field; `key` and `name` are by default the field's.
 
-    The help is the field's docstring. A field that holds several values becomes an option that may
-    be given again.
+    The help is its docstring. Fields of several values become repeatable options.
     """
     field = next(field for field in fields(kind) if field.name == field_name)
     option_type = _option_type(get_type_hints(kind)[field_name])
@@ -239,7 +232,7 @@ def field_option(
 
 
 def config_option(key: str, name: str = "", metavar: str | None = None) -> FieldOption:
-    """The option of a key such as cluster.num_instances; name: by default the key's last part."""
+    """The option of a key such as cluster.num_instances; name: by default its last part."""
     *sections, field_name = key.split(".")
     kind: type = Config
     for section in sections:
@@ -248,7 +241,7 @@ def config_option(key: str, name: str = "", metavar: str | None = None) -> Field
 
 
 def _shown(default: Any) -> str | bool:
-    """How a default is shown; False: not at all."""
+    """A default in help; False: not shown."""
     if isinstance(default, bool):
         return "on" if default else "off"
     if default is None or default in ("", (), {}, []):
@@ -257,7 +250,7 @@ def _shown(default: Any) -> str | bool:
 
 
 def _option_type(hint: Any) -> Any:
-    """The type that Typer parses for a field's type."""
+    """The type for Typer of a field's type."""
     if get_origin(hint) is Annotated:
         return _option_type(get_args(hint)[0])
     if NoneType in get_args(hint):

@@ -1,8 +1,4 @@
-"""vLLM's flags and variables on our commands: accepted, or refused with one sentence each.
-
-Enters: a command line. Leaves: the same with options of ours, and what to say. Does not know: what
-options do. The table is vllm_flags.toml beside this file.
-"""
+"""vLLM's flags and variables on our commands: accepted or refused, by vllm_flags.toml."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ _POWERS = {letter: power for power, letter in enumerate("kmgt", 1)}
 
 
 class FlagAnswer(NamedTuple):
-    """What one of vLLM's flags is here; the keys are explained in vllm_flags.toml."""
+    """The answer to one of vLLM's flags, as in vllm_flags.toml."""
 
     flag: str
     kind: str
@@ -52,7 +48,7 @@ def _read() -> dict[str, Any]:
 
 @cache
 def answers(command: str) -> dict[str, FlagAnswer]:
-    """The answers of a command, serve or bench, by vLLM's flags."""
+    """Answers of a command, serve or bench, by vLLM's flags."""
     found = {}
     for kind, rows in _read()[command].items():
         for row in rows:
@@ -66,7 +62,7 @@ def answers(command: str) -> dict[str, FlagAnswer]:
 
 
 def said_of_environment(environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each of vLLM's variables that is set."""
+    """A sentence for each set variable of vLLM."""
     sentences = _read()["environment"]
     for name in sorted(environment):
         if name.startswith("VLLM_"):
@@ -79,19 +75,19 @@ class Translated:
 
     words: list[str] = field(default_factory=list)
     sets: dict[str, Any] = field(default_factory=dict)
-    """Keys of the configuration, and what they are set to."""
+    """Keys of the configuration, and their values."""
     said: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
 class VllmCommand(Command):
-    """A command that has an answer to every flag of vLLM's command of its name.
+    """A command that answers every flag of vLLM's command of its name.
 
-    What it accepted is in `context.obj`, a Translated.
+    `context.obj` is a Translated.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line once it is in our words.
+        """Parse the translated command line.
 
         Raises typer.Exit with status 2 if a flag is refused.
         """
@@ -116,8 +112,7 @@ class VllmCommand(Command):
 class Reader:
     """Reads a command line as vLLM does: --a_b, --a=b, --a.b c, --no-a, -O3, and unique prefixes.
 
-    options: ours, by flag. num_arguments: words that belong to no option. command: what is behind
-    `nanocp`.
+    options: ours, by flag. num_arguments: words of no option. command: the words after `nanocp`.
     """
 
     def __init__(
@@ -172,7 +167,7 @@ class Reader:
             self._option(f"{known}.{path}" if path else known, value)
 
     def _known(self, flag: str) -> str:
-        """The flag, or the only one that it begins."""
+        """The flag itself, or the only one with this prefix."""
         known = {**self._options, **self._table}
         if flag in known or not flag.startswith("--"):
             return flag
@@ -188,7 +183,7 @@ class Reader:
         return value or ""
 
     def _option(self, flag: str, value: str | None) -> None:
-        """Pass an option of ours on; several values may follow one that may be given again."""
+        """Pass on an option of ours, with several values if repeatable."""
         if (param := self._options.get(flag)) is None:
             near = get_close_matches(flag, [*self._options, *self._table], n=1)
             right = f"did you mean {near[0]}?" if near else "see --help"
@@ -268,7 +263,7 @@ class Reader:
 
 
 def _keys_named(name: str) -> list[str]:
-    """Keys of the configuration whose end this is: each could be an option, few are."""
+    """Keys of the configuration with this end: few are options."""
     from nanocp.config.file import known_keys
 
     keys = map(".".join, known_keys())
@@ -283,7 +278,7 @@ def _json(text: str) -> Any:
 
 
 def _number(text: str) -> str:
-    """A number with vLLM's suffix in digits: 16k is 16000, 16K 16384; anything else as it is."""
+    """A number with vLLM's suffix in digits (16k: 16000, 16K: 16384), or the text unchanged."""
     if not (match := _NUMBER.fullmatch(text.strip())):
         return text
     decimal, small, binary, large = match.groups()

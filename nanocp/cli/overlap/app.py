@@ -1,7 +1,4 @@
-"""`nanocp overlap`: its commands by name.
-
-Enters: a command line. Leaves: what its command leaves. Does not know: what they do.
-"""
+"""`nanocp overlap`: its commands by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """`nanocp overlap model`: equations 1 to 5 of NanoFlow for a GPU, a model and a workload.
 
-Enters: names and sizes. Leaves: tables, and exit status 1 if the KV does not fit; with --paper the
-paper's numbers beside ours, and exit status 1 if one differs by more than it should. Does not know:
-how a number is computed.
+Exit status: 1 if the KV does not fit, or with --paper if a number differs too much.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What GPUs compute at a time."""
+    """An iteration on GPUs."""
 
     gpus: Annotated[int, Bounds("at least 1", 1)] = 8
     """How many GPUs, with tensor parallelism."""
@@ -82,7 +80,7 @@ def model(
 
 
 def machine_of(gpu: str, num_gpus: int) -> Machine:
-    """GPUs by the name of one in the paper's Table 1. Raises ValueError."""
+    """GPUs by name in the paper's Table 1. Raises ValueError."""
     from nanocp.overlap.paper import TABLE_1
     from nanocp.overlap.roofline import Machine
 

@@ -1,8 +1,6 @@
-"""`nanocp overlap search`: the best schedule of nano-operations, and how good any could be.
+"""`nanocp overlap search`: the best schedule of nano-operations, and a bound for all.
 
-Enters: the paper's case, a dense model on a GPU, or an instance of a simulated cluster; a bound of
-time. Leaves: a table, a schedule file; with --paper exit status 1 if the schedule is further from
-the bound than it should be. Does not know: how a schedule is found.
+Exit status: with --paper 1 if the schedule is too far from the bound.
 """
 
 from __future__ import annotations
@@ -27,24 +25,24 @@ if TYPE_CHECKING:
 
 LEAST_SHARE_OF_BOUND = 0.95
 _KV_TOKENS, _LINKS = 300_000, 4
-"""With --cluster: KV tokens that each instance reads, and rows that it sends to others."""
+"""With --cluster: KV tokens that each instance reads, and rows that it sends."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What a schedule is searched for."""
+    """The case of a search."""
 
     title: str
     operations: Sequence[Operation]
     interference: Interference
     tokens_per_layer: float
-    """Tokens of an iteration, divided by the layers and the GPUs."""
+    """Tokens of an iteration by layers and GPUs."""
     write: Callable[[Path, Schedule], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What an instance of a cluster computes."""
+    """A layer of an instance of a cluster."""
 
     constants: str = ""
     """With --cluster: a set of its file. Default: operators, or fitted."""

@@ -1,8 +1,4 @@
-"""`nanocp overlap show`: in how many lanes windows run, by their size, and why.
-
-Enters: a configuration. Leaves: a table on standard output; exit status 2 if the file is wrong.
-Does not know: how lanes are measured.
-"""
+"""`nanocp overlap show`: lanes of windows by size, with reasons."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ _UNMEASURED = {
 
 
 def reason(scheduler: SchedulerConfig, percent: int) -> str:
-    """Why two lanes that take so much of the time of one run, or do not."""
+    """Reason to run two lanes of this relative time, or not to."""
     if percent > 100:
         return f"two lanes cost {percent - 100}%: halves cost more than the waits that they hide"
     saved, least = 100 - percent, scheduler.lane_gain_percent

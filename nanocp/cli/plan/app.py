@@ -1,8 +1,6 @@
-"""`nanocp plan`: whether a model fits a cluster, and what a load would gain there.
+"""`nanocp plan`: fit of a model and gain of a load on a cluster.
 
-Enters: a checkpoint folder or a cluster of the simulator; maybe a log of requests, or gauges of
-ranks. Leaves: pages, one JSON object, an HTML file; exit status 1 if the model does not fit, 2 if
-something cannot be. Does not know: what is printed where.
+Exit status: 1 if the model does not fit, 2 if something cannot be.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogOptions(Judged):
-    """What a service is asked today."""
+    """Present requests to a service."""
 
     log: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
     """Requests: a log of vLLM's benchmark, guidellm, AIPerf, Dynamo, NanoCP, Mooncake, Azure, or
@@ -50,7 +48,7 @@ class LogOptions(Judged):
     def trial(self, log: RequestLog, cluster: str, instances: int | None) -> Trial:
         """The log's load on a cluster, at the log's rate or that of --rate.
 
-        Raises ValueError for a cluster or a number that cannot be.
+        Raises ValueError for a bad cluster or number.
         """
         from nanocp.simulator.costs.cluster_file import load_cluster_file
         from nanocp.simulator.loads.workload import Workload

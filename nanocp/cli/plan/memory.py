@@ -1,9 +1,4 @@
-"""Whether a checkpoint fits a cluster, before anything is loaded.
-
-Enters: a checkpoint folder (its config.json is enough), a number of instances, a device. Leaves: a
-table of an instance's memory, and what would make the model fit. Does not know: how weights are
-loaded, loads.
-"""
+"""Fit of a checkpoint in a cluster's memory, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ _GPUS_OF_A_NODE, _INSTANCES = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one instance runs on, in GB of 10^9 bytes."""
+    """An instance's device, in GB of 10^9 bytes."""
 
     memory_gb: float
     reserve_gb: float
@@ -46,7 +41,7 @@ DEVICES = {
     "b200": Device(180, 5.7),
     "cpu": Device(0, 0.5),
 }
-"""Name -> device. The GPUs' memory is their makers'; 5.7 GB of graphs is the paper's Table 2."""
+"""Name -> device. GPU memory is the makers'; 5.7 GB of graphs is the paper's Table 2."""
 DeviceName = StrEnum("DeviceName", list(DEVICES))  # type: ignore[misc]
 _CPU = DeviceName("cpu")
 
@@ -56,12 +51,12 @@ ModelDtype = StrEnum("ModelDtype", ["bfloat16", "float32"])
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a checkpoint is to run on."""
+    """A checkpoint's instances and devices."""
 
     instances: Annotated[int | None, typer.Option(min=1)] = None
     """Instances. Default: 4 for a folder without --log, else the cluster's own number."""
     device: Option[DeviceName] = _CPU
-    """What an instance runs on; cpu: a share of this machine."""
+    """Device of an instance; cpu: a share of this machine."""
     memory_gb: Option[float | None] = None
     """GB of an instance's memory, in place of the device's."""
     layout: Option[str] = "instances"
@@ -105,9 +100,9 @@ class Hardware:
 
 
 def report_folder(folder: Path, hardware: Hardware) -> bool:
-    """Print what each instance needs; return whether the model fits and can run.
+    """Print an instance's memory; return True if the model fits and can run.
 
-    Raises ValueError for a checkpoint or a configuration that cannot be.
+    Raises ValueError for a bad checkpoint or configuration.
     """
     from control_plane.frontend.text.tokenizer import load_tokenizer
     from data_plane.model.config import ModelConfig
@@ -137,9 +132,9 @@ def frames_that_fit(
     scheduler: SchedulerConfig,
     room: float,
 ) -> int:
-    """How many frames an instance on a GPU has room for in so many bytes, beside all else.
+    """Frames of a GPU instance in `room` bytes, beside all else.
 
-    Raises ValueError if that is none.
+    Raises ValueError if there are none.
     """
     from data_plane.model.config import ModelConfig
     from data_plane.startup.memory_need import memory_need
@@ -157,7 +152,7 @@ def frames_that_fit(
 
 
 def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
-    """Print the table; return whether the model fits."""
+    """Print the table; return True if the model fits."""
     from data_plane.startup.memory_need import keeps_bf16, memory_need, prefill_bytes
     from nanocp.values.experts import num_slots
 
@@ -226,7 +221,7 @@ def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
 
 
 def _report_stages(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
-    """Print what each stage of a pipeline needs; return whether the model fits."""
+    """Print memory of each pipeline stage; return True if the model fits."""
     from data_plane.startup.memory_need import stage_needs
     from nanocp.config.pipeline import PipelineConfig
     from nanocp.values.passes import layers_of
@@ -303,7 +298,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _as_stored(folder: Path, model: ModelConfig) -> ModelConfig:
-    """The model, without FP8 if the folder has its weights, and experts are not all in FP8."""
+    """The model, without FP8 if its weights are there and experts are not all FP8."""
     from data_plane.model.weights import stores_fp8_experts
 
     if model.fp8_block is not None and _has_weights(folder):
@@ -314,7 +309,7 @@ def _as_stored(folder: Path, model: ModelConfig) -> ModelConfig:
 
 
 def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
-    """Whether matrices are stored in bf16; without all weights, whether config.json says so."""
+    """True if matrices are stored in bf16; without all weights, as config.json says."""
     from data_plane.model.config_fields import read_json
     from data_plane.model.families import text_fields
     from data_plane.model.weights import stores_bf16
@@ -328,7 +323,7 @@ def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
 
 
 def _weights(folder: Path, model: ModelConfig) -> str:
-    """Say whether the folder has every tensor, by its index or its only file's header."""
+    """A sentence on missing tensors, by the index or the only file's header."""
     from data_plane.model.sizes import stored_shapes
     from data_plane.model.weights import open_tensors
 

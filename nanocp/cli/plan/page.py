@@ -1,8 +1,4 @@
-"""The page of `nanocp plan --log`: what a load does in today's ways, and with CP by request.
-
-Enters: an analysis, maybe gauges. Leaves: at most 25 lines of 120 columns, one JSON object, an HTML
-file. Does not know: how anything was found.
-"""
+"""The page of `nanocp plan --log`: a load today, and with CP by request."""
 
 from __future__ import annotations
 
@@ -79,7 +75,7 @@ def _wrapped(sentences: list[str]) -> Iterator[str]:
 
 
 def gauges_sentence(found: RankGauges) -> str:
-    """What a running cluster's gauges say; what they do not tell is left out."""
+    """Sentences on a running cluster's gauges."""
     parts = [
         f"Measured at {found.num_moments:,} moments of {found.num_ranks} ranks: rows "
         f"{found.rows_mean:.3g} a rank, {found.row_imbalance:.0%} more on the fullest"
@@ -96,7 +92,7 @@ def gauges_sentence(found: RankGauges) -> str:
 
 
 def cluster_sentences(file: ClusterFile) -> list[str]:
-    """What each instance of a simulated cluster holds."""
+    """Sentences on each instance of a simulated cluster."""
     num, frames, memory = file.cluster.num_instances, file.cluster.num_frames, file.memory
     of_what = (
         f"{memory.gpu} of {memory.hbm_gb:g} GB, {memory.usable_share * memory.hbm_gb:.1f} of them "
@@ -203,7 +199,7 @@ def _cells(way: Way, trial: Trial) -> tuple[str, ...]:
 
 
 def _rate(way: Way) -> str:
-    """What a way sustains, or the least that was tried and is not."""
+    """The rate that a way sustains, or the least tried one."""
     rate = way.rate_per_s or way.least_per_s
     number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     if not way.rate_per_s:

@@ -1,7 +1,6 @@
-"""The controller as a process of its own: `python -m nanocp.cli.serve.controller_process FD NAME`.
+"""The controller as a process of its own, from a pickled ControllerSpec on standard input.
 
-Enters: a pickled ControllerSpec on standard input, the number of a pipe to the supervisor. Leaves:
-what `nanocp serve` prints, and its exit status. Does not know: how often there was a controller.
+`python -m nanocp.cli.serve.controller_process FD NAME`; FD: a pipe to the supervisor.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def run_controller(spec: ControllerSpec, pipe: Pipe) -> int:
 
 
 def _want_again(service: Service, seats: tuple[int, ...]) -> None:
-    """Let the seats serve that were wanted of the lost controller: the others have come back."""
+    """Restore the seats of the lost controller: all have come back."""
     try:
         service.want_seats(seats, "the controller that was lost")
     except (ValueError, RuntimeError, TimeoutError) as error:

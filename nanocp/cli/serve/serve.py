@@ -1,8 +1,6 @@
 """`nanocp serve`: a checkpoint on a cluster of instances, until a signal.
 
-Enters: options. Leaves: progress on standard error; exit status 0 after a clean drain, 1 if the
-service was lost or requests were cut off, 2 if it could not start. Does not know: what a member
-does.
+Exit status: 0 after a clean drain, 1 after a loss or cut requests, 2 without a start.
 """
 
 from __future__ import annotations
@@ -162,8 +160,8 @@ def run(
 ) -> int:
     """Serve until a signal or a failure; returns the exit status.
 
-    said: what to say of the command line. Raises ValueError for a configuration or a checkpoint
-    that cannot be served.
+    said: notes on the command line. Raises ValueError for a configuration or a checkpoint that
+    cannot be served.
     """
     from rich.console import Console
 
@@ -243,7 +241,7 @@ def _warn_of_open_ports(service: ServiceConfig) -> None:
 
 
 def _supervise(config: Config, served: Served, launcher: Launcher, output: Output) -> int:
-    """Serve with a controller in a process of its own, and another one when that is lost."""
+    """Serve with a controller in a process of its own, restarted when lost."""
     from nanocp.serve.supervisor import Supervisor
 
     _on_signals(_interrupt)
@@ -262,7 +260,7 @@ def _supervise(config: Config, served: Served, launcher: Launcher, output: Outpu
 
 
 class Output:
-    """What `serve` says: sentences on a terminal, or lines of the log where that is JSON."""
+    """Output of `serve`: sentences on a terminal, or lines of a JSON log."""
 
     def __init__(self, service: ServiceConfig, console: Console) -> None:
         self.console = console
@@ -315,7 +313,7 @@ def _requests(num: int) -> str:
 
 
 def _start(service: Service, console: Console) -> dict[Member, tuple[str, ...]]:
-    """Start, with a line for the current step and a bar for each member's weights on a terminal."""
+    """Start, with the current step and bars of weights on a terminal."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
@@ -349,7 +347,7 @@ def _drained(service: Service, output: Output, failure: str) -> int:
 def _describe(
     service: Service, served: Served, ready: Mapping[Member, tuple[str, ...]], output: Output
 ) -> None:
-    """Print what members selected, one line if several selected the same, and the addresses."""
+    """Print members' choices, equal ones once, and the addresses."""
     seen: dict[str, list[Member]] = {}
     for member, selections in ready.items():
         for selection in selections:
@@ -369,7 +367,7 @@ def _describe(
 
 
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
-    """The instances of each node; none at a loopback address, which only this machine reaches."""
+    """Instances of each node; none at a loopback address, which only this machine reaches."""
     from control_plane.ports.addresses import advertised_host, is_loopback
     from nanocp.values.members import Member
 

@@ -1,7 +1,4 @@
-"""Sizes that vLLM finds by itself: the longest request, and the frames of a GPU's memory.
-
-Enters: a configuration, a checkpoint folder. Leaves: numbers for it. Does not know: flags.
-"""
+"""Sizes that vLLM finds by itself: the longest request, and a GPU's frames."""
 
 from __future__ import annotations
 
@@ -23,12 +20,11 @@ _SHARE = "--gpu-memory-utilization"
 def with_sizes(
     path: Path | None, flags: Mapping[str, Any], checkpoint: Path
 ) -> tuple[Config, dict[str, Any]]:
-    """Load the configuration, and find the sizes that flags leave to the service.
+    """Load the configuration, and find the sizes that flags leave open.
 
-    flags: keys that nanocp.config.file takes. A max_model_len of -1 is as many tokens as the model
-    allows and the cluster's frames hold; gpu_memory_utilization is no key of the configuration,
-    and chooses frames of GPUs. Returns the flags with numbers too. Raises ValueError as load_config
-    does, for a share that is none, for one that leaves no room for frames, and without a GPU.
+    flags: keys for nanocp.config.file. A max_model_len of -1 is the most that model and frames
+    allow; gpu_memory_utilization sets a GPU's frames. Returns flags with numbers too. Raises
+    ValueError as load_config does, for a bad share, one without room for frames, and without a GPU.
     """
     share, longest = flags.get("gpu_memory_utilization"), flags.get("cluster.max_model_len") == -1
     left = {key: value for key, value in flags.items() if key != "gpu_memory_utilization"}

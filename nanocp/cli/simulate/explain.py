@@ -1,8 +1,4 @@
-"""`--explain`: what was asked for is read, noted while the scheduler runs, and shown.
-
-Enters: names of requests, or `long`. Leaves: stories on a console or as JSON. Does not know: what
-a policy compares.
-"""
+"""`--explain`: reads wanted requests, notes their decisions, and shows them."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ Explain = Annotated[
 
 
 def explainer(explain: list[str], long_from_us: int) -> Explainer:
-    """Takes notes of the requests that were asked for."""
+    """Takes notes of wanted requests."""
     from control_plane.scheduler.explanation import Explainer
 
     return Explainer(
@@ -37,7 +33,7 @@ def explainer(explain: list[str], long_from_us: int) -> Explainer:
 
 
 def explained(explainer: Explainer) -> list[dict[str, Any]]:
-    """The stories as JSON values, in order of arrival."""
+    """Stories as JSON values, by arrival."""
     from nanocp.simulator.reports.explanation import story_values
 
     return [story_values(story) for story in explainer.stories.values()]
@@ -46,7 +42,7 @@ def explained(explainer: Explainer) -> list[dict[str, Any]]:
 def show_stories(
     console: Console, title: str, explainer: Explainer, instances_per_node: int
 ) -> None:
-    """Print the stories, under a title if there is one."""
+    """Print the stories, under a title if any."""
     from nanocp.simulator.reports.explanation import show_story
 
     if explainer.stories and title:
@@ -56,7 +52,7 @@ def show_stories(
 
 
 def check_explained(explain: list[str], explainer: Explainer) -> None:
-    """Raises ValueError for a request that was asked for and did not arrive. Call it last."""
+    """Raises ValueError for a wanted request that did not arrive. Call it last."""
     for word in explain:
         if word == "long" and explainer.first_long_from_us is not None:
             raise ValueError(

@@ -1,7 +1,4 @@
-"""An outcome's numbers as JSON has them, and as a table of policies shows them.
-
-Enters: outcomes. Leaves: plain values, a table. Does not know: how they came about.
-"""
+"""Numbers of an outcome as JSON, and as a table of policies."""
 
 from __future__ import annotations
 
@@ -45,11 +42,11 @@ _ROWS = (
     ("scheduler, share of the step", "plan_share", "{:.2%}"),
     ("times real time", "times_real_time", "{:.1f}"),
 )
-"""What a row is called, its key in the JSON object, its format."""
+"""(name of a row, key in the JSON object, format)."""
 
 
 def numbers_of(outcome: Outcome) -> dict[str, Any]:
-    """The outcome's fields; the layers' times are objects of their own."""
+    """The outcome's fields, with layers' times as objects."""
     return {
         **asdict(outcome),
         "layer_us": outcome.layer_us._asdict(),
@@ -58,7 +55,7 @@ def numbers_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def all_judged(num_judged: Mapping[str, int]) -> bool:
-    """Whether each policy had requests to judge; says of one that had none what to do."""
+    """True if each policy had requests to judge; prints a remedy if not."""
     for policy, number in num_judged.items():
         if not number:
             print(
@@ -84,13 +81,13 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def cell_of(numbers: Mapping[str, Any], key: str, form: str) -> str:
-    """A number as a table shows it: what no request was judged for is no number."""
+    """A number in a table; blank without judged requests."""
     is_judged = key.startswith(("attainment", "ttft_", "tpot_", "normalized_", "e2el_"))
     return "-" if is_judged and not numbers["num_judged"] else form.format(numbers[key])
 
 
 def cells_of(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """What a row is called, and its value for each policy; the parts of a layer come last."""
+    """(row name, value for each policy), with parts of a layer last."""
     rows = [
         [label, *(cell_of(numbers, key, form) for numbers in results.values())]
         for label, key, form in _ROWS

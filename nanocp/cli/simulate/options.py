@@ -1,8 +1,4 @@
-"""What is simulated and what is written: the options that the commands of `nanocp simulate` share.
-
-Enters: options as they were given. Leaves: trials, one for each policy. Does not know: how they
-are simulated.
-"""
+"""Options that the commands of `nanocp simulate` share, and the trials they make."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a load must meet, and by which costs it is judged."""
+    """Targets of a load, and costs to judge it by."""
 
     slo_tpot_ms: Option[float] = 50.0
     """Most milliseconds for a token after the first (TPOT)."""
@@ -44,14 +40,14 @@ class Judged:
 
     @property
     def slo(self) -> Slo:
-        """Raises ValueError, naming the option, for a time that cannot be."""
+        """Raises ValueError, naming the option, for a bad time."""
         self.check_times("slo_tpot_ms", "slo_ttft_ms")
         from nanocp.simulator.outcome import Slo
 
         return Slo(round(1e3 * self.slo_tpot_ms), round(1e3 * self.slo_ttft_ms))
 
     def check_times(self, *names: str) -> None:
-        """Raises ValueError, naming the option, for a time that cannot be."""
+        """Raises ValueError, naming the option, for a bad time."""
         for name in names:
             value: float | None = getattr(self, name)
             if value is not None and not 0 <= value <= _LONGEST:
@@ -61,7 +57,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Scenario(Judged):
-    """What is simulated, at a rate that is not part of it."""
+    """A simulated load and cluster, without its rate."""
 
     cluster: Option[str] = "h200x32-deepseek-v3"
     """A cluster that ships, or a .yaml file."""
@@ -80,7 +76,7 @@ class Scenario(Judged):
     instances: Annotated[int | None, Bounds("at least 1", 1)] = None
     """Number of instances. Default: the cluster file's."""
     wire_form: str = ""
-    """What travels between instances: latent or absorbed. Default: the cheaper one."""
+    """Form between instances: latent or absorbed. Default: the cheaper one."""
     ingest_tail_share: float | None = None
     """Share of a prompt's KV still to come when a request arrives. Default: the cluster file's,
     1."""
@@ -112,7 +108,7 @@ class Scenario(Judged):
         return self.constants or load_cluster_file(self.cluster).default_constants
 
     def trials(self, rate: float) -> dict[str, Trial]:
-        """What is simulated of each policy at a rate (requests/s); not filled yet.
+        """A trial of each policy at a rate (requests/s), not filled yet.
 
         Raises ValueError for an option without a meaning and an unusable cluster file.
         """
@@ -188,11 +184,11 @@ class Reports:
 
     @property
     def need_timeline(self) -> bool:
-        """Whether a run must be remembered over time."""
+        """True if a run keeps its timeline."""
         return bool(self.plots or self.trace or self.html)
 
     def prepare(self) -> None:
-        """Make folders and files, so that a path that cannot be written fails before the run.
+        """Make folders and files before the run.
 
         Raises ValueError, naming the option.
         """
@@ -216,7 +212,7 @@ class Reports:
         file: ClusterFile,
         title: str,
     ) -> None:
-        """Write pictures, trace and page of the runs, which are by policy."""
+        """Write pictures, trace and page of the runs, by policy."""
         if self.plots:
             from nanocp.simulator.reports.pictures import write_run_pictures
 

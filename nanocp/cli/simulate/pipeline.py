@@ -1,8 +1,4 @@
-"""`nanocp simulate --layout pipeline`: layer policies on a simulated pipeline, at one rate.
-
-Enters: a scenario, a rate, the pipeline's options. Leaves: a table, or one JSON object; exit status
-1 if nothing was judged. Does not know: how a policy decides.
-"""
+"""`nanocp simulate --layout pipeline`: layer policies on a simulated pipeline, at one rate."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("instances", "pipeline")
 _CLUSTER, _WORKLOAD, _POLICIES = "a100x4-qwen2.5-14b", "sharegpt", ["even", "level"]
-"""What is simulated unless it is given."""
+"""Defaults of the options."""
 _HAVE_MEANING = {
     *("cluster", "constants", "workload", "policy", "seconds", "warm_up", "seed"),
     *("length_scale", "slo_tpot_ms", "slo_ttft_ms", "rate", "as_json"),
@@ -51,19 +47,19 @@ _ROWS = (
     ("prediction's error, layer", "layer_error", "{:.1%}"),
     ("prediction's error, sampling", "sampling_error", "{:.1%}"),
 )
-"""What a row is called, its key in the JSON object, its format."""
+"""(name of a row, key in the JSON object, format)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """What a pipeline has and a cluster of instances has not."""
+    """Options of a pipeline only."""
 
     layout: Option[str] = "instances"
     """instances; or pipeline, where each stage has some layers (docs/develop/pipeline.md). Its
     policies are even, static:13,13,13,9, delta, level, spread_sampling (also :passes, :vocabulary)
     and fluid, the bound."""
     passes: str = "ours"
-    """How passes of a pipeline are formed: ours, vllm, gllm, sarathi or no_mixing."""
+    """Forming of a pipeline's passes: ours, vllm, gllm, sarathi or no_mixing."""
     slow_stage: list[str] = field(default_factory=list)
     """STAGE:TIMES, a stage of a pipeline that takes so many times as long."""
 

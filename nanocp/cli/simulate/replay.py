@@ -1,8 +1,4 @@
-"""`nanocp simulate replay`: an event log again, and whether every plan is the same.
-
-Enters: a log. Leaves: what was played; exit status 1 if a plan differs. Does not know: how it is
-played.
-"""
+"""`nanocp simulate replay`: an event log again, with equal plans or not."""
 
 from __future__ import annotations
 
@@ -68,7 +64,7 @@ def replay(
 
 
 def _story(played: Replayed) -> str:
-    """What was played, one sentence a line."""
+    """Sentences on the replay, one a line."""
     sentences = [
         f"{played.num_calls:,} calls, {played.num_windows:,} windows, {played.num_requests:,} "
         f"requests in {played.span_us / 1e6:.1f} s on {played.num_instances} instances, policy "

@@ -1,8 +1,6 @@
 """`nanocp simulate`: policies on a simulated cluster, at one rate.
 
-Enters: a scenario, a rate, the reports to write. Leaves: a table, or one JSON object, and the
-reports; exit status 1 if the load of a run drifted or nothing was judged. Does not know: how a
-policy decides.
+Exit status: 1 if a run's load drifted or nothing was judged.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """What every policy did on a cluster; the dictionaries are by policy."""
+    """Results of every policy on a cluster, by policy."""
 
     file: ClusterFile
     seconds: float
@@ -51,10 +49,10 @@ class _Played:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What a run has and a sweep has not."""
+    """Options of a run only."""
 
     prefix_sharing: bool = True
-    """Whether requests share pages of prompts that begin alike."""
+    """Requests share pages of prompts that begin alike."""
     host_pages: Annotated[int, Bounds("at least 0", 0)] = 0
     """Pages of prompts that each instance keeps in memory outside its frames, and finds there
     again. Not for fluid."""
@@ -123,7 +121,7 @@ def _drift_sentence(policy: str, numbers: dict[str, Any]) -> str:
 def _run(
     scenario: Scenario, reports: Reports, rate: float, pages: dict[str, Any], explain: list[str]
 ) -> _Played:
-    """Simulate each policy, from a cluster that is as full as it would be after a long time.
+    """Simulate each policy, from a cluster as full as after a long time.
 
     pages: fields of each Trial. Raises ValueError for options without a meaning, OSError for files
     that cannot be written.
@@ -157,7 +155,7 @@ def _check_hashes(pages: dict[str, Any], first: Trial, scenario: Scenario) -> No
 
 
 def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_groups: int) -> _Played:
-    """Simulate each policy on clusters side by side; a column for each cluster."""
+    """Simulate each policy on clusters side by side, a column each."""
     from nanocp.cli.options.console import progress
     from nanocp.simulator.analyser.groups import play_groups
     from nanocp.simulator.loads.workload import STATIC

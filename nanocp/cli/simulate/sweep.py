@@ -1,7 +1,6 @@
 """`nanocp simulate sweep`: the highest rate that each policy sustains.
 
-Enters: a scenario. Leaves: a table, or one JSON object; exit status 1 if a policy sustains no rate.
-Does not know: how the rate is found.
+Exit status: 1 if a policy sustains no rate.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _COLUMNS = {
     "KV imbal.": ("kv_imbalance", "{:.0%}"),
     "row imbal.": ("row_imbalance", "{:.0%}"),
 }
-"""What a column is called -> its key in the JSON object, its format."""
+"""Column -> (key in the JSON object, format)."""
 _WIDE = 100
-"""A narrower console has a row for each number."""
+"""Narrower consoles have a row for each number."""
 _MEANS = (
     "attainment",
     "ttft_ms_p50",
@@ -84,7 +83,7 @@ def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[
 
 
 def _numbers(found: Sweep) -> dict[str, Any]:
-    """What JSON has of a policy: sums and means over the seeds, and each seed of its own."""
+    """JSON of a policy: sums and means over the seeds, and each seed."""
     numbers: dict[str, Any] = {
         "max_rate": found.rate_per_s,
         "runs": sum(one.num_runs for one in found.seeds),
