@@ -109,7 +109,6 @@ def _numbers(asked: Mapping[str, Any], key: str, example: str) -> list[int]:
 
 @contextmanager
 def _logged(who: str, what: str) -> Iterator[None]:
-    """Log who asked for a change, and its outcome."""
     logger.info("change asked for by %s: %s", who, what)
     try:
         yield

@@ -33,7 +33,6 @@ _DIAL_S = 15.0
 _LAST_WORD_S = 2.0
 """Longest wait for a front end without a controller to end."""
 _STOP_TIMEOUT_S = 10.0
-"""Longest wait for last words to clients."""
 
 logger = logging.getLogger(__name__)
 

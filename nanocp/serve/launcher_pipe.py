@@ -1,7 +1,4 @@
-"""A launcher whose processes outlive their controller: its host is in the supervisor.
-
-A later controller gets a new pipe and the living processes, each as number 0.
-"""
+"""A launcher whose processes outlive their controller: its host is in the supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from nanocp.values.members import Member
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 60.0
-"""Longest wait for the supervisor to start or stop processes."""
 
 
 @dataclass(slots=True)
@@ -33,7 +29,6 @@ class _Process:
     """Counts all processes of the host."""
     spec: Any
     known_as: int
-    """Its number for the present controller."""
     lives: bool = True
 
 

@@ -47,7 +47,6 @@ class Serving:
     """0: no HTTP."""
     process: subprocess.Popen[bytes]
     log: Path
-    """Output of the service."""
 
     @property
     def pid(self) -> int:

@@ -36,7 +36,6 @@ class Served:
     checkpoint: Path
     instance_factory: str = INSTANCE_FACTORY
     prefill_factory: str = PREFILL_FACTORY
-    """Makes a stage of the prefill."""
     probe_factory: str = "data_plane.prefill.build:build_probe"
     """Makes probes of engines, in the prefill's place."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
@@ -44,7 +43,6 @@ class Served:
     num_experts: int | None = None
     """Experts of a layer, 0 if dense; None if every instance must serve."""
     num_layers: int = 0
-    """Layers of the model, for a pipeline."""
     page_bytes: int = 0
     """Bytes of a page outside the frames; 0: unknown."""
     carry_pages: int = 0

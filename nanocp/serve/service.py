@@ -57,9 +57,7 @@ from nanocp.values.members import PREFILL, Member
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10.0
-"""Longest wait for members to leave, perhaps in a running window."""
 _ANSWER_S = 10.0
-"""Longest wait for the controller's answer on seats."""
 _TERMS_OF_A_CONTROLLER = 1_000_000
 """More than one has, so terms of the next one are later."""
 _NEVER_SERVED_TIMEOUT_S = 1.0
@@ -116,7 +114,6 @@ class Service:
         self._controller_number = controller_number
         self._front_end_launcher = front_end_launcher or ProcessLauncher(FRONT_END_COMMAND, {})
         self._living: Mapping[Member, MemberSpec] = living_of(launcher)
-        """Members that lost their controller, and will dial this one."""
         view = ClusterView(
             config.cluster,
             config.scheduler.policy,

@@ -11,7 +11,6 @@ from control_plane.launchers.launcher import Launcher
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-"""Time between checks; each starts one spare at most."""
 _MAX_FAILURES = 3
 """Consecutive spares that may end before they are ready."""
 _JOIN_S = 10.0

@@ -1,7 +1,4 @@
-"""The supervisor: it starts a controller, and another one when that is killed, crashes or hangs.
-
-Members and front ends are its children, so they outlive a controller.
-"""
+"""The supervisor: it starts a controller, and another one when that is killed, crashes or hangs."""
 
 from __future__ import annotations
 
@@ -101,9 +98,7 @@ class Supervisor:
         self._is_serving = self._is_stopping = self._is_forced = False
         """The present controller serves; a signal came; a second one came."""
         self._undelivered: deque[int] = deque()
-        """Signals for the present controller."""
         self.process: subprocess.Popen[bytes] | None = None
-        """The present controller's process."""
         self.has_served = threading.Event()
         """Set when the first controller has opened."""
 

@@ -63,7 +63,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Loaded percentage of a member's weights, 1 to 100."""
+    """A member's loaded weights in percent, 1 to 100."""
 
     percent: int
 
@@ -136,13 +136,11 @@ class EngineNow(NamedTuple):
     problem: str = ""
     """A sentence: the reason that it is not up."""
     tokens_in_flight: int = 0
-    """Prompt tokens in flight."""
     num_done: int = 0
     num_failed: int = 0
     num_cancelled: int = 0
     """Prompts that it was told to forget."""
     num_pages: int = 0
-    """Pages of the prompts that are done."""
     answer_s: float = 0.0
     """Seconds until it answered, over all finished prompts."""
     arrive_s: float = 0.0

@@ -148,7 +148,6 @@ class PromptLogprobs(NamedTuple):
     """Log probabilities that a prefill reports."""
 
     num_top: int
-    """Most likely tokens at each position."""
     report: Callable[[Sequence[TokenLogprobs]], None]
     """Gets those of prompt tokens 1, 2, ... in order, in pieces."""
 
@@ -157,7 +156,6 @@ class Token(NamedTuple):
     """A generated token on its way to the front end (protocol.md, ordered tokens)."""
 
     front_end: str
-    """host:port of the client's front end."""
     request_id: int
     index: int  # type: ignore[assignment]  # nobody looks for a value in a token
     """0 for the first generated token."""

@@ -1,7 +1,4 @@
-"""`nanocp batch`: a file of requests, answered by a running service.
-
-Exit status: 0 if all have outputs, 1 if not, 2 for an unusable file or service, 130 after Ctrl-C.
-"""
+"""`nanocp batch`: a file of requests, answered by a running service."""
 
 from __future__ import annotations
 
@@ -124,7 +121,6 @@ def _run(
 
 @contextmanager
 def _bar(num_requests: int, num_done: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, and its setter."""
     from rich.progress import TextColumn
 
     from nanocp.cli.options.console import request_progress

@@ -35,7 +35,6 @@ class BatchSender:
     """http://host:port, without a path."""
     headers: Mapping[str, str]
     max_concurrency: int
-    """Most requests at a time."""
     retry_s: float
     """Longest time of retries without room or service."""
     ssl: SSLContext | None = None

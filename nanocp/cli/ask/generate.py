@@ -1,7 +1,4 @@
-"""`nanocp generate`: one prompt, streamed to the terminal.
-
-Exit status: 2 for bad arguments or an unreachable service, 1 if the request fails.
-"""
+"""`nanocp generate`: one prompt, streamed to the terminal."""
 
 from __future__ import annotations
 
@@ -178,7 +175,6 @@ def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
 
 
 def _print_rest(chunks: Sequence[Chunk], as_json: bool, is_many: bool) -> None:
-    """Print the rest: texts of several choices, their ends, or the JSON object."""
     choices: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         choices.setdefault(chunk.index, []).append(chunk)
@@ -243,7 +239,6 @@ def _printable(text: str) -> str:
 def _summary(
     chunks: Sequence[Chunk], choices: Mapping[int, Sequence[Chunk]], is_many: bool
 ) -> dict[str, Any]:
-    """The JSON object: one choice at the top level, or a list of choices."""
     of_choices = [_choice_summary(of_choice) for _, of_choice in sorted(choices.items())]
     prompt_tokens = _finish(choices[0]).prompt_tokens
     summary: dict[str, Any] = {"request_id": chunks[-1].request_id, "prompt_tokens": prompt_tokens}

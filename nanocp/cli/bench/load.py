@@ -22,7 +22,6 @@ class Sent(NamedTuple):
     """Answers to the load."""
 
     model: str
-    """Name in requests; empty for gRPC."""
     outputs: list[RequestOutput]
     duration_s: float
 

@@ -93,7 +93,6 @@ class Report:
         print(f"result in {path}", file=sys.stderr)
 
     def _name(self, about: dict[str, Any], moment: str) -> str:
-        """The file's name, as vLLM makes it."""
         concurrency, model = about["max_concurrency"], about["model_id"].split("/")[-1]
         beside = "" if concurrency is None else f"-concurrency{concurrency}"
         name = self.label or about["backend"]

@@ -204,7 +204,6 @@ def _run_pipeline(
 
 
 def _write(config: Config, out: Path, about: Sequence[str]) -> Path:
-    """Write the profile and the file for `nanocp serve --config`; returns the latter's path."""
     from nanocp.config.yaml import changed
     from nanocp.simulator.fit.fit import profile_yaml, serve_yaml
 
@@ -331,7 +330,6 @@ def _measure_drafts(config: Config, checkpoint: Path) -> SchedulerConfig:
 
 
 def _lengths(max_len: int) -> Iterator[int]:
-    """Lengths of the sweep, in tokens: _MIN_LEN, doubled up to max_len."""
     length = _MIN_LEN
     while length < max_len:
         yield length
@@ -363,7 +361,6 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
 
 
 def _about(config: Config, checkpoint: Path) -> list[str]:
-    """The head of the files: model and machine."""
     import torch
 
     num_instances, threads = config.cluster.num_instances, config.data_plane.threads_per_instance

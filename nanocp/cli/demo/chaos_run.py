@@ -32,9 +32,7 @@ JUDGE_S = 1200.0
 _NUM_FRONT_ENDS = 2
 _PROCESSES = {"service.front_ends": _NUM_FRONT_ENDS, "service.controller_process": True}
 _LOOK_S = 1.0
-"""Interval of checks that the service runs."""
 _LOG_LINES = 10
-"""Shown log lines of a failed service."""
 _GONE_S = 10.0
 """Longest wait for ending processes and segments."""
 
@@ -52,9 +50,7 @@ class ChaosRun:
     settings: Mapping[str, object] = field(default_factory=dict)
     """Keys of the configuration, such as "cluster.num_frames"."""
     flags: Sequence[str] = ()
-    """Further arguments of `nanocp serve`."""
     program: Sequence[str] = PROGRAM
-    """Command line of `nanocp`."""
     pauses_s: tuple[float, float] = (3.0, 30.0)
     """Time from one loss to the next."""
     kinds: Sequence[str] = ()

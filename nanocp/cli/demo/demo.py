@@ -42,7 +42,6 @@ NUM_SAMPLED_TOKENS = 100
 SELECTED = ("kernels: ", "dispatch: ", "lanes: ")
 """Begins log lines of choices and their reasons."""
 _LAST_LINES_S = 10.0
-"""Longest wait for last log lines."""
 EVENTS = (" WARNING ", " ERROR ", " serves with ", " serves again")
 """Marks lines shown at once: losses, and that the service goes on."""
 
@@ -173,7 +172,7 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
 
 
 def _read_log(server: subprocess.Popen[bytes], lines: list[str], progress: Progress) -> None:
-    """Read the service's lines, which would break bars."""
+    """Collect the service's lines, since printing them would break bars."""
     assert server.stdout is not None
     for raw in server.stdout:
         lines.append(line := raw.decode(errors="replace").rstrip())

@@ -42,7 +42,6 @@ class Apis:
     client: AsyncClient
     http: aiohttp.ClientSession
     http_urls: Sequence[str]
-    """http://host:port of each front end."""
     vocab_size: int
     max_model_len: int
     timeout_s: float
@@ -59,16 +58,14 @@ class Asked:
     api: str
     prompt_ids: list[int]
     options: dict[str, Any]
-    """Sampling options, as both APIs name them."""
     num_choices: int = 1
     outputs: list[list[int]] = field(default_factory=list)
     """The tokens of each choice."""
     arrivals_s: list[list[float]] = field(default_factory=list)
     """Arrival times of each choice's tokens, in seconds of time.monotonic."""
     error: str = ""
-    """Failure of the request; empty if none."""
+    """Empty if it did not fail."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Default sampling options of the service."""
 
     def params(self, choice: int) -> SamplingParams:
         """Sampling parameters of a choice."""
@@ -138,7 +135,6 @@ def _drawn(draw: random.Random, apis: Apis, number: int, seed: int) -> Asked:
 
 
 def _random_ids(draw: random.Random, apis: Apis, num: int) -> list[int]:
-    """Ids without 0 and 1, begin and end."""
     return [draw.randrange(2, apis.vocab_size) for _ in range(num)]
 
 

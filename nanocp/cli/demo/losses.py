@@ -120,7 +120,6 @@ class Losses:
                 self._signal(kind, ["controller", one], signal.SIGKILL)
 
     def _signal(self, kind: str, names: list[str], number: signal.Signals) -> list[int]:
-        """Send a signal to processes, and note it; returns them."""
         pids = self._pids()
         found = [name for name in names if name in pids]
         for name in found:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # it imports torch
 MAX_NEAR_TIES = 1e-3
 """Claim: at most this share of near-ties of the reference."""
 _MAX_SENTENCES = 10
-"""Most failures that are quoted."""
 _SERVING_GAP_S = 1.0
 """The service serves at a time with a token this long before and after."""
 
@@ -27,7 +26,6 @@ class Judgement(NamedTuple):
     counts: Counter[str]
     """Choices that are `wrong` or `doubled`, and `near_ties`."""
     failures: list[str]
-    """One sentence for each fault."""
 
 
 def judged(asked: Sequence[Asked], judge: Judge) -> dict[str, Any]:

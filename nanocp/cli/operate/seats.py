@@ -1,7 +1,4 @@
-"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a running service.
-
-Exit status: 1 if the change failed, 2 if the service cannot make it.
-"""
+"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a running service."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import typer
 from nanocp.cli.operate.status_port import OperatorKey, Refused, Target, fetch_json
 
 _TIMEOUT_S = 600.0
-"""Longest wait for a change: weights are loaded, rows move away."""
 _GOES_ON = 'the service goes on with the change; "nanocp top" shows it'
 _UNDO = '"nanocp scale --undo" undoes it'
 

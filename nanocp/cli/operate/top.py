@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _PERIOD_S = 0.5
 _MAX_SHOWN = 20
-"""Requests of a live picture, with most pages."""
 _WIDE = 80
 """Columns of a terminal with room for every title."""
 _WIDEST = 130

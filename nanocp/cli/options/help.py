@@ -19,8 +19,6 @@ _WIDTH, _COLUMN = 78, 26
 
 
 class _Plain(_Click):  # type: ignore[misc]
-    """Common parts of commands and groups."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; raises typer.Exit with status 2 for a removed option."""
         try:
@@ -88,7 +86,6 @@ def _refuse(ctx: Any, sentence: str) -> NoReturn:
 
 
 def _write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Names and a column of help; long names have their own line."""
     if rows:
         formatter.write(f"\n{title}:\n")
     for name, text in rows:
@@ -102,7 +99,6 @@ def _write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> 
 
 
 def _wrapped(text: str, indent: int, later: int | None = None) -> str:
-    """Lines of the text; words and hyphens stay whole."""
     return textwrap.fill(
         " ".join(text.split()),
         _WIDTH,

@@ -31,7 +31,6 @@ class FieldOption(NamedTuple):
     """An option with type, default and help of a dataclass's field."""
 
     key: str
-    """Its name among the command's values."""
     name: str
     """The option is --name, with hyphens."""
     annotation: Any
@@ -52,7 +51,6 @@ class Setting(NamedTuple):
     hint: Any
     """The field's type, with a number's Bounds."""
     shown: str
-    """The field's docstring, and its default."""
 
     def read(self, text: str) -> Any:
         """Read the value. Raises ValueError."""
@@ -194,7 +192,6 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _collected(hint: Any, values: dict[str, Any]) -> Any:
-    """A parameter's value; its options leave `values`."""
     if options := _field_options(hint):
         given = {option.key: values.pop(option.name) for option in options}
         return {key: value for key, value in given.items() if value not in (None, [])}
@@ -241,7 +238,6 @@ def config_option(key: str, name: str = "", metavar: str | None = None) -> Field
 
 
 def _shown(default: Any) -> str | bool:
-    """A default in help; False: not shown."""
     if isinstance(default, bool):
         return "on" if default else "off"
     if default is None or default in ("", (), {}, []):
@@ -250,7 +246,6 @@ def _shown(default: Any) -> str | bool:
 
 
 def _option_type(hint: Any) -> Any:
-    """The type for Typer of a field's type."""
     if get_origin(hint) is Annotated:
         return _option_type(get_args(hint)[0])
     if NoneType in get_args(hint):

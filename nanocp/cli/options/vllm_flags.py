@@ -75,7 +75,6 @@ class Translated:
 
     words: list[str] = field(default_factory=list)
     sets: dict[str, Any] = field(default_factory=dict)
-    """Keys of the configuration, and their values."""
     said: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -175,7 +174,6 @@ class Reader:
         return longer[0] if len({id(known[name]) for name in longer}) == 1 else flag
 
     def _value(self, given: str, value: str | None) -> str:
-        """The value behind =, else the next word."""
         if value is None and self._left and not _FLAG.match(self._left[0]):
             value = self._left.popleft()
         if not value:
@@ -203,7 +201,6 @@ class Reader:
             self._out.words += [flag, self._left.popleft()]
 
     def _object(self, option: str, path: str, value: str) -> None:
-        """Note --option.path value, a part of the option's JSON."""
         *keys, last = path.removesuffix("+").split(".")
         parts: Any = value.split(",") if path.endswith("+") else _json(value)
         inner = self._objects.setdefault(option, {})

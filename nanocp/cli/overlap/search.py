@@ -1,7 +1,4 @@
-"""`nanocp overlap search`: the best schedule of nano-operations, and a bound for all.
-
-Exit status: with --paper 1 if the schedule is too far from the bound.
-"""
+"""`nanocp overlap search`: the best schedule of nano-operations, and a bound for all."""
 
 from __future__ import annotations
 
@@ -30,13 +27,10 @@ _KV_TOKENS, _LINKS = 300_000, 4
 
 @dataclass(frozen=True)
 class _Case:
-    """The case of a search."""
-
     title: str
     operations: Sequence[Operation]
     interference: Interference
     tokens_per_layer: float
-    """Tokens of an iteration by layers and GPUs."""
     write: Callable[[Path, Schedule], None]
 
 

@@ -152,7 +152,6 @@ def frames_that_fit(
 
 
 def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
-    """Print the table; return True if the model fits."""
     from data_plane.startup.memory_need import keeps_bf16, memory_need, prefill_bytes
     from nanocp.values.experts import num_slots
 
@@ -221,7 +220,6 @@ def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
 
 
 def _report_stages(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
-    """Print memory of each pipeline stage; return True if the model fits."""
     from data_plane.startup.memory_need import stage_needs
     from nanocp.config.pipeline import PipelineConfig
     from nanocp.values.passes import layers_of
@@ -323,7 +321,7 @@ def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
 
 
 def _weights(folder: Path, model: ModelConfig) -> str:
-    """A sentence on missing tensors, by the index or the only file's header."""
+    """A sentence on the folder's tensors, by the index or the only file's header."""
     from data_plane.model.sizes import stored_shapes
     from data_plane.model.weights import open_tensors
 

@@ -199,7 +199,6 @@ def _cells(way: Way, trial: Trial) -> tuple[str, ...]:
 
 
 def _rate(way: Way) -> str:
-    """The rate that a way sustains, or the least tried one."""
     rate = way.rate_per_s or way.least_per_s
     number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     if not way.rate_per_s:

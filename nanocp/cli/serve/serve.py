@@ -1,7 +1,4 @@
-"""`nanocp serve`: a checkpoint on a cluster of instances, until a signal.
-
-Exit status: 0 after a clean drain, 1 after a loss or cut requests, 2 without a start.
-"""
+"""`nanocp serve`: a checkpoint on a cluster of instances, until a signal."""
 
 from __future__ import annotations
 
@@ -313,7 +310,6 @@ def _requests(num: int) -> str:
 
 
 def _start(service: Service, console: Console) -> dict[Member, tuple[str, ...]]:
-    """Start, with the current step and bars of weights on a terminal."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

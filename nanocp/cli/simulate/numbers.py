@@ -42,7 +42,6 @@ _ROWS = (
     ("scheduler, share of the step", "plan_share", "{:.2%}"),
     ("times real time", "times_real_time", "{:.1f}"),
 )
-"""(name of a row, key in the JSON object, format)."""
 
 
 def numbers_of(outcome: Outcome) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def cell_of(numbers: Mapping[str, Any], key: str, form: str) -> str:
-    """A number in a table; blank without judged requests."""
+    """A number in a table; "-" without judged requests."""
     is_judged = key.startswith(("attainment", "ttft_", "tpot_", "normalized_", "e2el_"))
     return "-" if is_judged and not numbers["num_judged"] else form.format(numbers[key])
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("instances", "pipeline")
 _CLUSTER, _WORKLOAD, _POLICIES = "a100x4-qwen2.5-14b", "sharegpt", ["even", "level"]
-"""Defaults of the options."""
 _HAVE_MEANING = {
     *("cluster", "constants", "workload", "policy", "seconds", "warm_up", "seed"),
     *("length_scale", "slo_tpot_ms", "slo_ttft_ms", "rate", "as_json"),
@@ -47,7 +46,6 @@ _ROWS = (
     ("prediction's error, layer", "layer_error", "{:.1%}"),
     ("prediction's error, sampling", "sampling_error", "{:.1%}"),
 )
-"""(name of a row, key in the JSON object, format)."""
 
 
 @dataclass(frozen=True, slots=True)

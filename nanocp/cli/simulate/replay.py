@@ -64,7 +64,6 @@ def replay(
 
 
 def _story(played: Replayed) -> str:
-    """Sentences on the replay, one a line."""
     sentences = [
         f"{played.num_calls:,} calls, {played.num_windows:,} windows, {played.num_requests:,} "
         f"requests in {played.span_us / 1e6:.1f} s on {played.num_instances} instances, policy "

@@ -1,7 +1,4 @@
-"""`nanocp simulate`: policies on a simulated cluster, at one rate.
-
-Exit status: 1 if a run's load drifted or nothing was judged.
-"""
+"""`nanocp simulate`: policies on a simulated cluster, at one rate."""
 
 from __future__ import annotations
 
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """Results of every policy on a cluster, by policy."""
-
     file: ClusterFile
     seconds: float
     """Measured."""

@@ -1,7 +1,4 @@
-"""`nanocp simulate sweep`: the highest rate that each policy sustains.
-
-Exit status: 1 if a policy sustains no rate.
-"""
+"""`nanocp simulate sweep`: the highest rate that each policy sustains."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ _COLUMNS = {
     "KV imbal.": ("kv_imbalance", "{:.0%}"),
     "row imbal.": ("row_imbalance", "{:.0%}"),
 }
-"""Column -> (key in the JSON object, format)."""
 _WIDE = 100
 """Narrower consoles have a row for each number."""
 _MEANS = (
@@ -83,7 +79,6 @@ def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[
 
 
 def _numbers(found: Sweep) -> dict[str, Any]:
-    """JSON of a policy: sums and means over the seeds, and each seed."""
     numbers: dict[str, Any] = {
         "max_rate": found.rate_per_s,
         "runs": sum(one.num_runs for one in found.seeds),
