@@ -84,11 +84,12 @@ class DataPlaneConfig:
     to memory within a node)."""
     sampling: Annotated[str, Among(SAMPLINGS)] = "inverse"
     """Draw of a token at a temperature from a seed. inverse: by the distribution function, in the
-    order of token ids. race: by Gumbel-max, which at temperature 1 accepts nearly twice as many
-    drafts (docs/use/speculation.md). A seed gives other tokens with each."""
+    order of token ids. race: the token whose exponential clock rings first; at temperature 1 nearly
+    twice as many drafts are right (docs/use/speculation.md). One distribution, but other tokens for
+    a seed."""
     threads_per_instance: Positive = 1
     """Threads of an instance: of native kernels, which refuse more than there are cores, or
-    intra-op ones of torch. More than one per core is slower (docs/log.md)."""
+    intra-op ones of torch. More than one per core is slower."""
     eager: bool = False
     """On a GPU: launch every kernel of every step instead of replaying captured graphs. For
     debugging."""

@@ -43,9 +43,9 @@ def load_config(
 ) -> Config:
     """The configuration from file, environment and flags, each over the one before.
 
-    overrides: dotted keys such as "cluster.num_instances"; None: the flag was not given. Raises
-    ValueError for an unknown key (naming its section and the nearest known key), a wrong type, a
-    value out of range, a missing file and unreadable YAML (naming the line).
+    overrides: dotted keys such as "cluster.num_instances"; None: not given. Raises ValueError for
+    an unknown key (with section and nearest key), a wrong type, a value out of range, a missing
+    file and unreadable YAML (with the line).
     """
     sources = _sources(path, overrides, environment)
     merged: _Tree = {}

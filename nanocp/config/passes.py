@@ -20,8 +20,7 @@ from nanocp.config.choices import (
 class PassCosts:
     """Constants of a pass's time, in microseconds.
 
-    DynaPipe's form has a term for tokens, for tokens that they attend to, and for requests; our
-    other constants are 0 there.
+    DynaPipe's form has only terms for tokens, for tokens that they attend to, and for requests.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

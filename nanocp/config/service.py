@@ -43,7 +43,7 @@ class ServiceConfig:
     """The model's name for clients. Empty: the checkpoint's path, as it was given."""
     api_keys: tuple[str, ...] = ()
     """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
-    key is needed. A key on the command line is visible in `ps`, one in a file is not."""
+    key is needed. `ps` shows keys on the command line."""
     api_keys_file: str = ""
     """File with further API keys, one a line, that is read again when it changes. Empty: none."""
     operator_keys_file: str = ""
@@ -84,8 +84,8 @@ class ServiceConfig:
     """OpenTelemetry collector for a trace of each request, by OTLP over gRPC, such as
     http://localhost:4317. Empty: no traces. It needs `pip install '.[otel]'`."""
     check_invariants: bool = False
-    """Check the scheduler's whole state while no window is in flight, for tests. A broken invariant
-    is reported and ends the service."""
+    """Check the scheduler's whole state while no window is in flight, for tests; a fault ends the
+    service."""
     front_ends: int = 1
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i. Several
     are processes of their own, restarted when lost."""
@@ -93,8 +93,8 @@ class ServiceConfig:
     """Run the controller, and a single front end too, as processes of their own, restarted when
     lost."""
     node_streams: bool = False
-    """One stream to the controller for each node instead of each instance, carried by a process of
-    its own on the node. It pays for a hundred instances and more."""
+    """One stream to the controller for each node instead of each instance, for a hundred instances
+    and more."""
 
     @property
     def has_front_end_processes(self) -> bool:

@@ -1,7 +1,4 @@
-"""The whole configuration: every section, and refusals of settings that do not go together.
-
-Standard library only: the scheduler imports it.
-"""
+"""The whole configuration: every section, and refusals of settings that do not go together."""
 
 from __future__ import annotations
 
@@ -105,9 +102,8 @@ class Config:
     def of_prefill_stages(self) -> Config:
         """The configuration of the prefill's stages: a pipeline without clients.
 
-        A stage has frames for two prompts of the greatest length, and keeps the latest pages for
-        prompts that begin alike, but no states. Its kernels are torch's, which can expand keys and
-        values of all heads.
+        A stage has frames for two of the longest prompts, and keeps pages, not states, for prompts
+        that begin alike. Kernels are torch's, which can expand keys and values.
         """
         num_frames = 2 * -(-self.cluster.max_model_len // PAGE_SIZE)
         mine = self.data_plane

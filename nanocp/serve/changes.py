@@ -30,7 +30,7 @@ def answer_seats(
 ) -> bytes:
     """Answer for /cluster/seats. The body names seats and their reason, or undoes the change.
 
-    want, undo: Service.want_seats and undo_seats. counts: seats there are, and ready spares.
+    counts: seats there are, and ready spares.
     """
     asked = None if body is None else _read(body, _SEATS)
     if asked is None:

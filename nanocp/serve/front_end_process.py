@@ -1,7 +1,4 @@
-"""A front end as a process of its own: `python -m nanocp.serve.front_end_process NAME`.
-
-Reads a pickled FrontEndSpec. Exit status: 0 at the controller's end, 1 if it cannot serve.
-"""
+"""A front end as a process of its own: `python -m nanocp.serve.front_end_process NAME`."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class FrontEndSpec:
     checkpoint: Path
     has_tokenizer: bool
     index: int
-    """Its place in service.front_ends."""
+    """Index in service.front_ends."""
     name: str
     secret: str
     """Shown at the controller's port, with its name."""

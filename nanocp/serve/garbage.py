@@ -7,10 +7,7 @@ _MAX_YOUNG_OBJECTS = 10_000
 
 
 def freeze_long_lived() -> None:
-    """Leave all present objects out of later collections.
-
-    Call it once all lasting objects exist. A full collection takes as long as many windows.
-    """
+    """Leave all present objects out of later collections, which take as long as many windows."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MAX_YOUNG_OBJECTS)

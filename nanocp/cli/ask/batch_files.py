@@ -111,8 +111,8 @@ class BatchOutput:
     def __init__(self, output: Path, errors: Path, resume: bool) -> None:
         """Open both files; `resume` keeps earlier answers, but no failures.
 
-        Raises ValueError for an output without `resume`, a line that is no answer, and a file that
-        cannot be written.
+        Raises ValueError for an output without `resume`, a line that is no answer, or an unwritable
+        file.
         """
         self.done: frozenset[str] = frozenset()
         """custom_ids that an earlier run has answered."""

@@ -62,7 +62,7 @@ class BatchSender:
         """Send every request; `answered` gets each answer, in any order.
 
         Takes requests as there is room. Raises ServiceGoneError, or as `answered` and the iterator
-        do, and gives up the rest.
+        do.
         """
         waiting = iter(requests)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)

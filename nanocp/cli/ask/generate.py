@@ -32,8 +32,8 @@ class ServiceAccess:
     """The service that a command asks: its address and key."""
 
     target: Option[str] = "127.0.0.1:50051"
-    """HOST:PORT of the service. Several front ends with commas between them: an answer goes on at
-    another one if its own is lost."""
+    """HOST:PORT of the service. Several with commas between them: an answer goes on at another one
+    if its own is lost."""
     api_key: ApiKey = ""
     tls: Annotated[bool, typer.Option("--tls")] = False
     """Encrypt the connection."""
@@ -102,9 +102,9 @@ class Scheduling:
     """A request's place in the queue."""
 
     priority: Option[int] = 0
-    """Requests of a lower number are placed first and preempted last, -100 to 100."""
+    """A lower number is placed first and preempted last, -100 to 100."""
     queue_timeout_s: Option[float | None] = None
-    """Fail if the request is not scheduled within this many seconds."""
+    """Fail if the request waits longer than this many seconds."""
     timeout_s: Option[float | None] = None
     """Abort the request after this many seconds."""
 

@@ -40,9 +40,9 @@ class Target:
     port: Option[int | None] = None
     """The server's port; 8000, or 50051 for grpc."""
     ignore_eos: Option[bool] = False
-    """Go on after the model's end of sequence; always so for random and traces."""
+    """Go on after the model's end of sequence; always for random and traces."""
     extra_body: Option[list[str]] = field(default_factory=list)
-    """JSON, added to each request's body: its sampling parameters, say."""
+    """JSON, added to each request's body, such as sampling parameters."""
     served_model_name: str | None = None
     """The name that requests use, if another."""
     header: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Target:
     ca: Path | None = None
     """Certificates by which the service's is judged."""
     logprobs: int | None = None
-    """Ask for this many most likely tokens beside each."""
+    """Report this many most likely tokens beside each."""
 
     def connect(self, body: dict[str, Any]) -> Backend:
         """A connection whose requests carry `body`; call it in its event loop."""

@@ -52,9 +52,9 @@ class Measurement:
         bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
     ] = False
     max_len: int | None = None
-    """Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."""
+    """Longest request of the sweep, tokens; by default the checkpoint's."""
     degree: list[int] = field(default_factory=list)
-    """A CP degree of the sweep; may be given again. By default 1, 2, 4, ..."""
+    """A CP degree of the sweep, repeatable. By default 1, 2, 4, ..."""
 
     def longest(self, model_max_len: int) -> int:
         """Tokens of the longest request. Raises ValueError if too few."""

@@ -142,9 +142,9 @@ async def ask_all(
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
-    targets, http_urls: of each front end; clients begin at them in turn. disturb: runs beside them,
-    gets the end of the time. asked: gets every request. has_ended: True once the service is gone,
-    which ends the run. ended: gets each finished request.
+    targets, http_urls: of each front end. disturb: runs beside them until the given time. asked:
+    gets every request. has_ended: the service is gone, which ends the run. ended: gets each
+    finished request.
     """
     until_s = time.monotonic() + run.seconds
     defaults = default_sampling(run.checkpoint)
@@ -181,10 +181,7 @@ def _has_ended(service: Serving) -> bool:
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
-    """Held frames and unanswered tickets of an idle service.
-
-    Also prompt tokens found outside the frames, as its last controller counts.
-    """
+    """Held frames, unanswered tickets, and tokens found outside frames, of an idle service."""
     if _has_ended(service):
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
     return {

@@ -122,7 +122,7 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
     """A local `nanocp serve`, from ready to stopped; yields host:port of its front ends.
 
     Losses are shown at once, choices or a failure's log at the end. Raises typer.Exit if it fails,
-    also after the last request: it checks its invariants when idle.
+    also when idle, after the last request.
     """
     # Not at the top: the command is shown by `nanocp --help` without it.
     from data_plane.model.config import ModelConfig

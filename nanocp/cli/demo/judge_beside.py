@@ -49,8 +49,7 @@ class JudgeBeside:
     ) -> dict[str, Any]:
         """Sum up judgements within a time from now.
 
-        Later ones count as `unjudged`, as do those of a dead judge. judged: gets the number judged,
-        and of all. Raises as the judge did.
+        Others count as `unjudged`. judged: gets (number judged, all). Raises as the judge did.
         """
         end_s, pending = time.monotonic() + limit_s, set(self._judgements)
         while (pending := wait(pending, 0).not_done) and (left_s := end_s - time.monotonic()) > 0:

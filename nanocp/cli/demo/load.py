@@ -93,8 +93,7 @@ async def ask_for_ever(
 ) -> None:
     """Ask until the time is over, and read the last answer to its end.
 
-    number: of the client, also gives the kind. asked: gets every request. ended: gets each finished
-    one.
+    number: of the client and its kind. asked: gets every request. ended: gets each finished one.
     """
     draw = random.Random(f"{seed} {number}")
     while time.monotonic() < until_s:

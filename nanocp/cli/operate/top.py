@@ -312,8 +312,7 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
     """The frames of one instance, as a bar.
 
-    Requests on several instances have letters, with a sign for pages without KV; other frames have
-    shades.
+    Requests on several instances have letters; other frames have shades.
     """
     from rich.text import Text
 

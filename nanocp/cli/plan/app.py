@@ -1,7 +1,4 @@
-"""`nanocp plan`: fit of a model and gain of a load on a cluster.
-
-Exit status: 1 if the model does not fit, 2 if something cannot be.
-"""
+"""`nanocp plan`: fit of a model and gain of a load on a cluster."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ class LogOptions(Judged):
     """Present requests to a service."""
 
     log: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
-    """Requests: a log of vLLM's benchmark, guidellm, AIPerf, Dynamo, NanoCP, Mooncake, Azure, or
-    other JSON lines or CSV; /dev/stdin too. The page says what per-request CP would give them."""
+    """A log of requests: of vLLM's benchmark, guidellm, AIPerf, Dynamo, NanoCP, Mooncake, Azure, or
+    other JSON lines or CSV; /dev/stdin too."""
     fields: Option[str] = ""
-    """How the log calls them: arrival=T,prompt=P,output=O."""
+    """The log's names: arrival=T,prompt=P,output=O."""
     time_unit: Option[str] = ""
     """Unit of the log's times: s, ms, us or ns. Default: what they show."""
     gauges: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
-    """What the ranks' /metrics answered, once or often, or a range query of Prometheus: how uneven
+    """Answers of the ranks' /metrics, once or often, or a range query of Prometheus: how uneven
     they are."""
     rate: Option[float | None] = None
     """Requests a second. Default: the log's."""

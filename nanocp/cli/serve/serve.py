@@ -157,8 +157,7 @@ def run(
 ) -> int:
     """Serve until a signal or a failure; returns the exit status.
 
-    said: notes on the command line. Raises ValueError for a configuration or a checkpoint that
-    cannot be served.
+    said: notes on the command line. Raises ValueError for an unusable configuration or checkpoint.
     """
     from rich.console import Console
 

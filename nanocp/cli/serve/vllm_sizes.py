@@ -24,7 +24,7 @@ def with_sizes(
 
     flags: keys for nanocp.config.file. A max_model_len of -1 is the most that model and frames
     allow; gpu_memory_utilization sets a GPU's frames. Returns flags with numbers too. Raises
-    ValueError as load_config does, for a bad share, one without room for frames, and without a GPU.
+    ValueError as load_config does, for a bad share, and without room or a GPU.
     """
     share, longest = flags.get("gpu_memory_utilization"), flags.get("cluster.max_model_len") == -1
     left = {key: value for key, value in flags.items() if key != "gpu_memory_utilization"}

@@ -35,8 +35,8 @@ class Judged:
     length_scale: float = 1.0
     """Factor on prompt lengths."""
     constants: str = ""
-    """Set of cost constants in the cluster file: operators, peak, fitted. Default: the first of
-    operators and fitted that it has."""
+    """Cost constants of the cluster file: operators, peak, fitted. Default: operators, else fitted.
+    """
 
     @property
     def slo(self) -> Slo:
@@ -65,10 +65,9 @@ class Scenario(Judged):
     """issue-0, -1, -5, -100 (percent of long requests); static-1, -3, -5, -7 (long requests per
     node, all present from the start, no rate); mooncake:FILE or azure:FILE (traces)."""
     policy: Option[list[str]] = field(default_factory=lambda: [SchedulerConfig().policy])
-    """A policy, or fluid, the bound. May be given again."""
+    """A policy, or fluid, the bound; repeatable."""
     seconds: Option[float | None] = None
-    """Simulated seconds that are measured. Default: as long as 2,200 requests take to arrive, at
-    least 60."""
+    """Simulated seconds that are measured. Default: the time of 2,200 arrivals, at least 60."""
     warm_up: Option[float] = 40.0
     """Simulated seconds before them."""
     seed: Option[int] = 0
@@ -78,27 +77,26 @@ class Scenario(Judged):
     wire_form: str = ""
     """Form between instances: latent or absorbed. Default: the cheaper one."""
     ingest_tail_share: float | None = None
-    """Share of a prompt's KV still to come when a request arrives. Default: the cluster file's,
-    1."""
+    """Share of a prompt's KV to come at the request's arrival. Default: the cluster file's, 1."""
     ttft_target_ms: Annotated[int | None, Bounds("at least 1", 1)] = None
-    """KV of a prompt should be there within this time: policy cost_aware spreads prompts that would
-    be late. Default: the cluster file's, none."""
+    """Target from placement to KV of a prompt, for policy cost_aware. Default: the cluster file's,
+    none."""
     tpot_target_ms: Annotated[int | None, Bounds("at least 0", 0)] = None
-    """While tokens take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: none.
-    Default: the cluster file's, none."""
+    """While tokens take longer, a few long prompts wait; 0: none. Default: the cluster file's,
+    none."""
     begin_empty: bool = False
-    """Begin with an empty cluster, not with the requests that would be running."""
+    """Begin with an empty cluster instead of running requests."""
     steps_per_window: int = 1
     """Steps that one plan covers."""
     speculate: str = ""
-    """D:SHARE. Rows have up to D drafts, of which this share is right: 1:.85, or by offset
-    3:.85,.75,.65. With :always behind it in every window, else where they pay. Not for fluid, nor
-    with lanes or schedule."""
+    """D:SHARE. Rows have up to D drafts, this share of them right: 1:.85, or by offset
+    3:.85,.75,.65. With :always in every window, else where they pay. Not for fluid, nor with lanes
+    or schedule."""
     lanes: bool = False
-    """Run windows in two lanes where the cost model says that they pay. Not for fluid."""
+    """Run windows in two lanes where they pay. Not for fluid."""
     schedule: Path | None = None
-    """Run layers in the order of the schedule in this file (nanocp overlap search --cluster) where
-    that is shorter. Not for fluid, nor with lanes."""
+    """Run layers by the schedule in this file (nanocp overlap search --cluster) where shorter. Not
+    for fluid, nor with lanes."""
 
     @property
     def set_of_constants(self) -> str:
@@ -178,7 +176,7 @@ class Reports:
     trace: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
     """Write a trace there, for ui.perfetto.dev or chrome://tracing."""
     html: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
-    """Write numbers and pictures there, one file that needs nothing else."""
+    """Write numbers and pictures there, in one file."""
     event_log: Annotated[Path | None, typer.Option(metavar="FILE")] = None
     """Write every call of the scheduler to this file, for `replay`."""
 

@@ -54,12 +54,12 @@ class PipelineOptions:
 
     layout: Option[str] = "instances"
     """instances; or pipeline, where each stage has some layers (docs/develop/pipeline.md). Its
-    policies are even, static:13,13,13,9, delta, level, spread_sampling (also :passes, :vocabulary)
-    and fluid, the bound."""
+    policies: even, static:13,13,13,9, delta, level, spread_sampling (also :passes, :vocabulary) and
+    fluid, the bound."""
     passes: str = "ours"
     """Forming of a pipeline's passes: ours, vllm, gllm, sarathi or no_mixing."""
     slow_stage: list[str] = field(default_factory=list)
-    """STAGE:TIMES, a stage of a pipeline that takes so many times as long."""
+    """STAGE:TIMES, a stage that takes so many times as long."""
 
 
 def run_pipeline(

@@ -49,11 +49,10 @@ class RunOptions:
     prefix_sharing: bool = True
     """Requests share pages of prompts that begin alike."""
     host_pages: Annotated[int, Bounds("at least 0", 0)] = 0
-    """Pages of prompts that each instance keeps in memory outside its frames, and finds there
-    again. Not for fluid."""
+    """Pages of prompts that each instance keeps outside its frames. Not for fluid."""
     groups: Annotated[int, Bounds("at least 1", 1)] = 1
-    """Clusters of this kind side by side, behind a router that sees their loads every 5 s; the rate
-    is that of all. Not for fluid, explanations and reports."""
+    """Clusters side by side, behind a router that sees their loads every 5 s; the rate is that of
+    all. Not for fluid, explanations and reports."""
 
 
 def run(
