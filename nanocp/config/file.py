@@ -1,4 +1,7 @@
-"""Loads a Config: file < environment < flags."""
+"""Loads a Config: file < environment < flags.
+
+The dataclasses are the only list of keys; errors name key, source, value and remedy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The whole configuration: every section, and refusals of settings that do not go together."""
+"""The whole configuration: every section, and refusals of settings that do not go together.
+
+Standard library only: the scheduler imports it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A front end as a process of its own: `python -m nanocp.serve.front_end_process NAME`."""
+"""A front end as a process of its own: `python -m nanocp.serve.front_end_process NAME`.
+
+Reads a pickled FrontEndSpec. Exit status: 0 at the controller's end, 1 if it cannot serve.
+"""
 
 from __future__ import annotations
 

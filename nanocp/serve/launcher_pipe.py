@@ -1,4 +1,7 @@
-"""A launcher whose processes outlive their controller: its host is in the supervisor."""
+"""A launcher whose processes outlive their controller: its host is in the supervisor.
+
+A later controller gets a new pipe and the living processes, each as number 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The supervisor: it starts a controller, and another one when that is killed, crashes or hangs."""
+"""The supervisor: it starts a controller, and another one when that is killed, crashes or hangs.
+
+Members and front ends are its children, so they outlive a controller.
+"""
 
 from __future__ import annotations
 

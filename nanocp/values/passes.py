@@ -1,4 +1,7 @@
-"""Values of a pipeline that planes share: passes, and reports of stages."""
+"""Values of a pipeline that planes share: passes, and reports of stages.
+
+All stages have one page table: frame f of each holds its layers of the page in frame f.
+"""
 
 from __future__ import annotations
 

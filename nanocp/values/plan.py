@@ -1,4 +1,7 @@
-"""Values that planes share: the events that the scheduler gets, and the plan that it answers."""
+"""Values that planes share: the events that the scheduler gets, and the plan that it answers.
+
+Paper sections refer to the NanoCP paper (arXiv 2605.21100).
+"""
 
 from __future__ import annotations
 

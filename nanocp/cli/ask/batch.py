@@ -1,4 +1,7 @@
-"""`nanocp batch`: a file of requests, answered by a running service."""
+"""`nanocp batch`: a file of requests, answered by a running service.
+
+Exit status: 0 if all have outputs, 1 if not, 2 for an unusable file or service, 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nanocp generate`: one prompt, streamed to the terminal."""
+"""`nanocp generate`: one prompt, streamed to the terminal.
+
+Exit status: 2 for bad arguments or an unreachable service, 1 if the request fails.
+"""
 
 from __future__ import annotations
 

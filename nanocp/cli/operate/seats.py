@@ -1,4 +1,7 @@
-"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a running service."""
+"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a running service.
+
+Exit status: 1 if the change failed, 2 if the service cannot make it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nanocp overlap search`: the best schedule of nano-operations, and a bound for all."""
+"""`nanocp overlap search`: the best schedule of nano-operations, and a bound for all.
+
+Exit status: with --paper 1 if the schedule is too far from the bound.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nanocp plan`: fit of a model and gain of a load on a cluster."""
+"""`nanocp plan`: fit of a model and gain of a load on a cluster.
+
+Exit status: 1 if the model does not fit, 2 if something cannot be.
+"""
 
 from __future__ import annotations
 

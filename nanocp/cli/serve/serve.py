@@ -1,4 +1,7 @@
-"""`nanocp serve`: a checkpoint on a cluster of instances, until a signal."""
+"""`nanocp serve`: a checkpoint on a cluster of instances, until a signal.
+
+Exit status: 0 after a clean drain, 1 after a loss or cut requests, 2 without a start.
+"""
 
 from __future__ import annotations
 

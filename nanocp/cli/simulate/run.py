@@ -1,4 +1,7 @@
-"""`nanocp simulate`: policies on a simulated cluster, at one rate."""
+"""`nanocp simulate`: policies on a simulated cluster, at one rate.
+
+Exit status: 1 if a run's load drifted or nothing was judged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nanocp simulate sweep`: the highest rate that each policy sustains."""
+"""`nanocp simulate sweep`: the highest rate that each policy sustains.
+
+Exit status: 1 if a policy sustains no rate.
+"""
 
 from __future__ import annotations
 
