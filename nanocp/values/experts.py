@@ -54,9 +54,8 @@ def place_experts(
 ) -> ExpertTable:
     """Place every expert on seats that serve.
 
-    An expert keeps its own slot if its seat serves, else its place `before` if that seat serves;
-    otherwise it goes to the seat with the most free slots. Raises ValueError, with a number that
-    would do, if slots are too few.
+    It keeps its own slot, else its place `before`, if that seat serves; otherwise it goes to the
+    seat with most free slots. Raises ValueError, with a sufficient number, if slots are too few.
     """
     total = num_slots(num_experts, num_seats, redundant)
     needed = fewest_seats(num_experts, num_seats, redundant)

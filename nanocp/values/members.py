@@ -56,7 +56,7 @@ class Hello:
     instance: int
     where: Peer
     kept: tuple[tuple[int, TargetRun], ...] | None = None
-    """(request, run of pages) kept since a controller was lost; None: it is new."""
+    """(request, run of pages) kept from a lost controller; None: it is new."""
     restarts: tuple[tuple[int, int, int], ...] = ()
     """(request, least, most): positions at which rows may go on with states here."""
 
@@ -121,7 +121,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class TokensLost:
-    """A front end refused tokens of these requests, which begin another attempt."""
+    """A front end refused tokens of these requests, whose next attempt begins."""
 
     request_ids: tuple[int, ...]
     reason: str

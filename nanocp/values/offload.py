@@ -22,8 +22,8 @@ def next_page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
 def page_hashes(token_ids: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:
     """One hash for each full page, of all tokens up to its end (see `Arrival.page_hashes`).
 
-    Pages of different salts are kept apart. The page of the last token is left out: the first
-    decode step writes its KV.
+    salt keeps pages apart. The page of the last token is left out: the first decode step writes its
+    KV.
     """
     tokens, page_hash = array("I", token_ids), salt
     hashes: list[bytes] = []
@@ -68,7 +68,7 @@ class StoredPage(NamedTuple):
 class Fetch(NamedTuple):
     """Pages under a ticket that an instance sends from its slots, also to itself.
 
-    The receivers answer. A page that cannot be read is answered by TransferMissed.
+    The receivers answer; an unreadable page is answered by TransferMissed.
     """
 
     ticket: int

@@ -47,8 +47,8 @@ def prompt_passes(num_stages: int) -> int:
 
 
 WAIT_CAUSES = ("fill", "tail", "kv", "work")
-"""Causes of a stage's idle time with a pass in flight: the stage before computes; the last stage
-has not sampled the tokens; KV or weights of a moved layer are to come; no pass is planned."""
+"""Causes of a stage's idle time with a pass in flight: the stage before computes, tokens are not
+sampled, KV or weights of a moved layer are to come, or no pass is planned."""
 
 
 class Span(NamedTuple):
@@ -71,14 +71,14 @@ class PassPlan(NamedTuple):
     layout: int
     """Last layout (LayerMoves.number) before the pass; 0: the first one."""
     after: int
-    """The first stage waits for the tokens of this pass and all before; -1: it does not wait.
+    """The first stage waits for the tokens of all passes up to this one; -1: it does not wait.
 
-    So passes in flight are bounded, and a row's input token is known.
+    So passes in flight are bounded.
     """
     table: InstancePlan
-    """Changes of the one page table with digests, and requests that start and end.
+    """Changes of the page table with digests, and requests that start and end.
 
-    The RowStart of a request is in its first pass.
+    A request's RowStart is in its first pass.
     """
     spans: tuple[Span, ...]
 
@@ -98,7 +98,7 @@ class LayerMove(NamedTuple):
 class LayerMoves(NamedTuple):
     """Layers that change their stage, in order with the passes; every stage gets all of it.
 
-    Earlier passes are done then: full pages are final, and with a split open ones too.
+    Full pages are final then, and with a split open ones too.
     """
 
     number: int

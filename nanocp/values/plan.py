@@ -56,11 +56,11 @@ class Arrival:
     request_id: int
     """Positive, in order of arrival, never used twice."""
     prompt_len: int
-    """Tokens of prompt, at least 1. The first decode step writes the KV of the last one."""
+    """Tokens of prompt, at least 1; the first decode step writes the last one's KV."""
     max_tokens: int
     """Most tokens to generate, at least 1."""
     row_start: bytes = b""
-    """Last token, sampling parameters and front end; the scheduler does not read it."""
+    """Last token, sampling parameters and front end, unread by the scheduler."""
     needs_prefill: bool = True
     """False: the KV of the first prompt_len - 1 tokens needs no transfer."""
     priority: int = 0
@@ -71,19 +71,18 @@ class Arrival:
     """A preempted request comes back: prompt_len includes its generated tokens, max_tokens does
     not."""
     attempt: int = 0
-    """Submissions of the request before this one. Later ones count lengths as if it resumed. The
-    latest one counts; earlier ones that come late are ignored."""
+    """Earlier submissions; lengths count as if the request resumed. The latest attempt counts."""
     is_recomputed: bool = False
-    """The prompt is prefilled even if its pages exist: its log probabilities are missing."""
+    """Prefill even if pages exist: log probabilities of the prompt are missing."""
     page_hashes: tuple[bytes, ...] = ()
-    """A hash of the prompt up to the end of each full page of its first prompt_len - 1 tokens:
-    pages with equal hashes have equal KV and may be shared."""
+    """A hash of the prompt up to each full page of its first prompt_len - 1 tokens: equal hashes
+    mean equal KV, which may be shared."""
     client_id: str = ""
-    """The client's id of the request, for logs only."""
+    """The client's id, for logs only."""
     tenant: str = ""
-    """Owner of the request: within a class the tenant that was served least goes first."""
+    """Within a class the least served tenant goes first."""
     sampler_work: int = 0
-    """Bits of passes.SamplerWork, for predictions of sampling time."""
+    """Bits of passes.SamplerWork, for predictions."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,13 +160,13 @@ class WindowDone:
     expert_bytes: int = 0
     """Bytes put into other instances' memory by dispatch and combine."""
     mask_us: int = 0
-    """Mean wait for masks of structured output in a step; 0 without such rows."""
+    """Mean wait for masks of structured output in a step."""
     waits_us: tuple[int, ...] = ()
-    """A stage's waits since the pass before, by passes.WAIT_CAUSES; empty for an instance."""
+    """A stage's waits since the pass before, by passes.WAIT_CAUSES."""
     written: tuple[WrittenPage, ...] = ()
     """Pages that rows of this instance have filled; none without kv_offload."""
     hidden_us: int = 0
-    """Mean time of a step in which one lane computed while the other waited."""
+    """Mean time of a step in which only one lane waited."""
     advanced: tuple[int, ...] = ()
     """Running requests of this instance, once for each accepted draft."""
     drafts: tuple[tuple[int, int], ...] = ()
@@ -176,12 +175,12 @@ class WindowDone:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """This controller replaces a lost one; it comes before any other event of this controller."""
+    """This controller replaces a lost one; its first event."""
 
     newest_ticket: int
     """No ticket of an earlier controller is newer."""
     kept: tuple[tuple[int, tuple[TargetRun, ...]], ...] = ()
-    """(request, its pages) on the instances. Empty if one of them was lost too."""
+    """(request, its pages) on the instances; empty if one was lost too."""
     restarts: tuple[tuple[int, int, int], ...] = ()
     """(request, least, most): positions at which rows may go on with kept states."""
 
@@ -236,25 +235,24 @@ class InstancePlan(NamedTuple):
     window: int
     """Counts from 0 without gaps."""
     first_step: int
-    """Number of the window's first step, from 0 at the cluster's start."""
+    """The window's first step, from 0 at the cluster's start."""
     num_steps: int
     base_digest: int
     """Table digest before the changes (protocol.md, table digests)."""
     result_digest: int
     """Digest of the table after the changes."""
     is_full: bool = False
-    """A resync: `changes` build this window's table from an empty one; other fields are as usual.
-    """
+    """A resync: `changes` build this window's table from nothing."""
     changes: TableChanges = TableChanges()
     starts: tuple[RowStart, ...] = ()
     hand_offs_out: tuple[HandOff, ...] = ()
     hand_offs_in: tuple[HandOff, ...] = ()
     ends: tuple[int, ...] = ()
-    """Requests whose row state this MoE binding drops before the first step."""
+    """Requests whose row state this MoE binding drops first."""
     two_lanes: bool = False
-    """The window's steps run in two lanes; equal in all its plans."""
+    """Steps run in two lanes; equal in a window's plans."""
     num_drafts: int = 0
-    """Most drafts of a row in a step; equal in all plans of a window."""
+    """Most drafts of a row in a step; equal in a window's plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +264,9 @@ class Transfer:
     num_tokens: int
     targets: tuple[TargetRun, ...]
     """Ascending by page, without gaps; page p has tokens 64p .. min(64p + 64, num_tokens) - 1.
-    Pages of the state after num_tokens tokens come last."""
+    Pages of the state come last."""
     source: int | None = None
-    """The instance that sends the pages, all of them full. None: prefill writes them."""
+    """The instance that sends the full pages. None: prefill writes them."""
 
     @property
     def receivers(self) -> tuple[int, ...]:
@@ -365,8 +363,7 @@ class InstanceLoad(NamedTuple):
     """0 for an instance that is to leave or has left."""
     frames_quarantined: int
     frames_committed: int
-    """Frames of requests, with those for coming tokens. Every frame is free, quarantined or
-    committed."""
+    """Frames of requests and coming tokens; others are free or quarantined."""
 
     @property
     def num_frames(self) -> int:
@@ -404,4 +401,4 @@ class Plan:
     fetches: tuple[Fetch, ...] = ()
     """Pages of `transfers` that come from slots."""
     is_settled: bool = False
-    """SeatsWanted may be carried out: no window or ticket is open, or will be until Regrouped."""
+    """SeatsWanted may be carried out: no window or ticket is open until Regrouped."""

@@ -45,7 +45,7 @@ class SamplingParams(SamplingControls):
     constraint: str = ""
     """A grammar in llguidance's form that the output obeys. Empty: none."""
     logprobs: int | None = None
-    """Most likely tokens reported beside each token, 0 to 20; None: no log probabilities."""
+    """Most likely tokens reported beside each, 0 to 20; None: no log probabilities."""
 
     def __post_init__(self) -> None:
         for name in (*CONTROLS, "max_tokens", "seed", "logprobs"):
@@ -113,7 +113,7 @@ class RowInput:
     page_hash: bytes = b""
     """Hash of the pages before that of `last_token`."""
     page_ids: tuple[int, ...] = ()
-    """Token ids in the page of `last_token`, up to it. Empty: no hashes are wanted."""
+    """Token ids in the page of `last_token`, up to it; empty without hashes."""
 
 
 def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:

@@ -1,7 +1,4 @@
-"""An instance's table: rows, routes, pages and holders, with a digest to compare copies.
-
-The controller's shadow and every instance use this class; the scheduler keeps only digests.
-"""
+"""An instance's table: rows, routes, pages and holders, with a digest to compare copies."""
 
 from __future__ import annotations
 
@@ -65,9 +62,8 @@ class LaneTable:
 class InstanceTable:
     """One instance's table; nanocp.values.table_changes explains its entries.
 
-    pages: request id -> runs, ascending. holders, at the MoE binding: request id -> (first page,
-    instance), ascending. digest: sum mod 2^64 of an 8-byte blake2b per entry, 0 for none
-    (protocol.md, table digests).
+    pages: request id -> runs, ascending. holders: request id -> (first page, instance), ascending.
+    digest: sum mod 2^64 of an 8-byte blake2b per entry, 0 for none (protocol.md, table digests).
     """
 
     __slots__ = (

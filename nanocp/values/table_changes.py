@@ -26,9 +26,9 @@ class RowChange(NamedTuple):
 class RouteChange(NamedTuple):
     """Slot `slot` for `peer` belongs to the request from this window on.
 
-    In the Q-route of instance i with peer j, i sends the request's row to slot `slot` of i's region
-    at j. In the Res-route of j with peer i, its partial returns to the same slot of j's region at
-    i. So q_route[i][j] == res_route[j][i] (4.2.4).
+    In the Q-route of instance i with peer j, i sends the row to slot `slot` of i's region at j. In
+    the Res-route of j with peer i, the partial returns to that slot of j's region at i. So
+    q_route[i][j] == res_route[j][i] (4.2.4).
     """
 
     peer: int
@@ -41,7 +41,7 @@ class RouteChange(NamedTuple):
 class PageRun(NamedTuple):
     """A run of pages in frames of the instance: first_page + i is in frame + i.
 
-    Page p has positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead.
+    Page p has positions 64p .. 64p + 63.
     """
 
     request_id: int
@@ -75,7 +75,7 @@ class PageClear(NamedTuple):
 class HolderChange(NamedTuple):
     """From first_page to the request's next entry, the row appends to pages at `instance`.
 
-    Before its first entry, it appends to its MoE binding's pages.
+    Without one it appends to its MoE binding's.
     """
 
     request_id: int

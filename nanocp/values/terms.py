@@ -21,8 +21,8 @@ class TermEnded:
 class Regrouped:
     """The next term begins; lost seats have another process with empty frames, or none.
 
-    Windows in flight and tickets are over. Requests whose pages survived are held until their next
-    attempt; the others are forgotten until then.
+    Windows and tickets are over. Requests whose pages survived are held until their next attempt;
+    others are forgotten until then.
     """
 
     term: int
@@ -30,8 +30,7 @@ class Regrouped:
     seats: tuple[int, ...] = ()
     """Instances of the term, ascending; empty: all."""
     keeps_rows: bool = False
-    """The last term was settled without a loss since: rows, tables and pages stay, and no request
-    is held."""
+    """The last term was settled without a loss since: rows, tables and pages stay."""
     restarts: tuple[tuple[int, int, int], ...] = ()
     """(request, least, most): positions at which rows with surviving states may go on."""
 
@@ -40,8 +39,7 @@ class Regrouped:
 class Resubmitted:
     """Every front end has submitted its open requests again after Regrouped.
 
-    Other held requests are over. Nothing is placed before, so old requests go first;
-    `held_timeout_us` bounds the wait.
+    Other held requests are over. Nothing is placed before; `held_timeout_us` bounds the wait.
     """
 
 
@@ -49,8 +47,8 @@ class Resubmitted:
 class SeatsWanted:
     """The next term is to have these instances: the term ends without a loss.
 
-    Other instances are emptied first, then `Plan.is_settled`. It replaces a pending change; the
-    present instances undo it.
+    Others are emptied first, then `Plan.is_settled`. It replaces a pending change; the present
+    instances undo it.
     """
 
     seats: tuple[int, ...]
