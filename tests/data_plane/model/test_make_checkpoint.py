@@ -159,7 +159,7 @@ def test_the_command(tmp_path):
         and "already holds a checkpoint" in result.stderr
     )
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, [str(tmp_path / "file" / "made")])
+    result = CliRunner().invoke(app, ["make-checkpoint", str(tmp_path / "file" / "made")])
     assert result.exit_code == 2
     assert (
         result.stderr.startswith("nanocp make-checkpoint: ")

@@ -11,6 +11,7 @@ from harness.paths import ROOT
 from nanocp.cli.ask.sampling import read_sampling
 from nanocp.cli.main import app
 from nanocp.cli.options.removed import removed
+from nanocp.config.file import known_keys
 from nanocp.values.sampling_fields import SamplingRequest
 
 
@@ -64,6 +65,9 @@ def test_what_is_to_be_written_is_taken(gone):
     name, _, write = gone
     command = COMMANDS[name]
     match shlex.split(write):
+        case ["--set", item] if name == "serve":
+            key = item.partition("=")[0]
+            assert tuple(key.split(".")) in known_keys()
         case ["--set", item]:
             setting, _, value = item.partition("=")
             made = command.callback.settings[setting]
