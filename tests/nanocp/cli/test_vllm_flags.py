@@ -131,9 +131,9 @@ def test_the_folder_may_come_last_or_by_a_flag():
         (["--max-rowz", "3"], "did you mean --max-rows?"),
         (
             ["--layer-policy", "even"],
-            "--layer-policy is no option here: set pipeline.layer_policy in",
+            "--layer-policy is no option here: write --set pipeline.layer_policy=VALUE",
         ),
-        (["--cluster.num_frames", "9"], "set cluster.num_frames in a file (--config)"),
+        (["--cluster.num_frames", "9"], "write --set cluster.num_frames=VALUE"),
         (["--port"], "--port has no value: give one"),
         (["--max-num-seqs="], "--max-num-seqs has no value: give one"),
         (["--swap-space", "--enable-chunked-prefill"], "--swap-space has no value: give one"),
