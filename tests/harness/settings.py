@@ -2,10 +2,18 @@
 
 from dataclasses import is_dataclass, replace
 
-from nanocp.config.file import known_keys
 from nanocp.config.whole import Config
 
-PATHS = {path[-1]: path for path in known_keys()}
+
+def _paths(section, path=()):
+    """The path of each setting, of those that only tests set too."""
+    for name in section.__dataclass_fields__:
+        value = getattr(section, name)
+        yield from _paths(value, (*path, name)) if is_dataclass(value) else [(*path, name)]
+
+
+# Several sections have costs and a seed of chaos: the first one is meant.
+PATHS = {path[-1]: path for path in reversed([*_paths(Config())])}
 
 
 def configured(base=None, **values):

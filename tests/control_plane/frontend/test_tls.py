@@ -116,7 +116,7 @@ def test_clients_that_never_finish_a_handshake_keep_nobody_out(server_pair, monk
     config, most = with_tls(server_pair), 5
     config = replace(config, limits=replace(config.limits, http_request_timeout_ms=2000))
     for module in (descriptors, server, front_end):
-        monkeypatch.setattr(module, "max_connections", lambda config: most)
+        monkeypatch.setattr(module, "max_connections", lambda *sections: most)
 
     def is_served(address: str) -> bool:
         try:
