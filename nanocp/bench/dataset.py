@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import nextafter
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
-from nanocp.config.choices import Within, check_one_of
+from nanocp.config.choices import Bounds, Natural, Positive, at_least, check_fields, check_one_of
 from nanocp.simulator.loads.request_logs import read_trace
 from nanocp.simulator.loads.workload import SHORT_LENGTHS, draw_len, draw_output_len
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 # The text of drawn ids is read back as other ids; each round makes their number more nearly right.
 _ROUND_TRIPS = 10
-_POSITIVE, _FACTOR = Within(1), Within(nextafter(0, 1), right="above 0")
+_FACTOR = Bounds("above 0", 0, excludes_low=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +48,30 @@ class DatasetOptions:
     path: Path | None = None
     """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
     random prompts of its lengths."""
-    num_prompts: Annotated[int, _POSITIVE] = 1000
+    num_prompts: Positive = 1000
     """Requests; a trace may have fewer."""
     seed: int = 0
     """Seed of prompts and arrivals."""
-    random_input_len: Annotated[int, _POSITIVE] = 1024
+    random_input_len: Positive = 1024
     """random: tokens of a prompt."""
-    random_output_len: Annotated[int, _POSITIVE] = 128
+    random_output_len: Positive = 128
     """random: tokens of an output."""
-    input_len: Annotated[int | None, _POSITIVE] = None
+    input_len: Annotated[int | None, at_least(1)] = None
     """random: the same as random_input_len."""
-    output_len: Annotated[int | None, _POSITIVE] = None
+    output_len: Annotated[int | None, at_least(1)] = None
     """Tokens to generate, of any dataset; by default 256 for custom, 128 for other generated
     prompts, else the dataset's own."""
-    random_range_ratio: Annotated[float, Within(0, nextafter(1, 0), "from 0 to below 1")] = 0.0
+    random_range_ratio: Annotated[float, Bounds("from 0 to below 1", 0, nextafter(1, 0))] = 0.0
     """random: lengths vary by this share, 0 to below 1."""
-    random_prefix_len: Annotated[int, Within(0)] = 0
+    random_prefix_len: Natural = 0
     """random: tokens of a common prefix, beyond the input length."""
-    random_vocab_size: Annotated[int, Within(4)] = 256
+    random_vocab_size: Annotated[int, at_least(4)] = 256
     """Prompts without a tokenizer are ids below this."""
-    prefix_repetition_prefix_len: Annotated[int, _POSITIVE] = 256
+    prefix_repetition_prefix_len: Positive = 256
     """prefix_repetition: tokens of a shared prefix."""
-    prefix_repetition_suffix_len: Annotated[int, _POSITIVE] = 256
+    prefix_repetition_suffix_len: Positive = 256
     """prefix_repetition: tokens of a prompt after the prefix."""
-    prefix_repetition_num_prefixes: Annotated[int, _POSITIVE] = 10
+    prefix_repetition_num_prefixes: Positive = 10
     """prefix_repetition: prefixes, over which the prompts are spread evenly."""
     length_scale: Annotated[float, _FACTOR] = 1.0
     """Factor on the prompt lengths of traces and of sharegpt without a file."""
@@ -89,10 +89,7 @@ class DatasetOptions:
                 f"--dataset-name {self.name} makes its prompts; "
                 f"--dataset-path {self.path} has no meaning"
             )
-        for name, hint in get_type_hints(DatasetOptions, include_extras=True).items():
-            for bounds in getattr(hint, "__metadata__", ()):
-                if (value := getattr(self, name)) is not None:
-                    bounds.check(f"--{name.replace('_', '-')}", value)
+        check_fields(self, lambda name: f"--{name.replace('_', '-')}")
 
 
 def sample_requests(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from nanocp.values.sampling_fields import Bounds as Bounds
 
 PROFILED = "profiled"
 """Marks a field that `nanocp profile` measures and only the profile file sets."""
@@ -38,26 +40,14 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_at_least(low: int, **values: int) -> None:
-    """Raises ValueError naming the value that is below `low`."""
-    for name, value in values.items():
-        require(value >= low, f"{name} is {value}; it must be at least {low}")
+def at_least(low: int) -> Bounds:
+    """Bounds of a field: Annotated[int, at_least(1)]."""
+    return Bounds(f"at least {low}", low)
 
 
-class Within(NamedTuple):
-    """Bounds of a field: Annotated[int, Within(1)]."""
-
-    low: float
-    high: float | None = None
-    right: str = ""
-    """Says what a value must be, where that is not "at least low" or "from low to high"."""
-
-    def check(self, name: str, value: float) -> None:
-        """Raises ValueError naming the field whose value is outside."""
-        right = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
-        right = self.right or right
-        within = self.low <= value and (self.high is None or value <= self.high)
-        require(within, f"{name} is {value}; it must be {right}")
+def between(low: int, high: int) -> Bounds:
+    """Bounds of a field, both inclusive."""
+    return Bounds(f"from {low} to {high}", low, high)
 
 
 class Among(NamedTuple):
@@ -70,9 +60,8 @@ class Among(NamedTuple):
         check_one_of(self.words, **{name: value})
 
 
-Natural = Annotated[int, Within(0)]
-Positive = Annotated[int, Within(1)]
-
+Natural = Annotated[int, at_least(0)]
+Positive = Annotated[int, at_least(1)]
 
 _MARKS: dict[type, dict[str, tuple[Any, ...]]] = {}
 
@@ -90,9 +79,12 @@ def is_hidden(marks: tuple[Any, ...]) -> bool:
     return INTERNAL in marks or PROFILED in marks
 
 
-def check_fields(section: Any) -> None:
-    """Raises ValueError for the first field outside its declaration."""
+def check_fields(section: Any, spelled: Callable[[str], str] = str) -> None:
+    """Raises ValueError for the first field outside its declaration; None never is.
+
+    spelled: a field's name for the user.
+    """
     for name, marks in marks_of(type(section)).items():
         for mark in marks:
-            if isinstance(mark, (Within, Among)):
-                mark.check(name, getattr(section, name))
+            if isinstance(mark, (Bounds, Among)) and (value := getattr(section, name)) is not None:
+                mark.check(spelled(name), value)

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from nanocp.config.choices import INTERNAL, PROFILED, is_hidden, marks_of
+from nanocp.config.choices import INTERNAL, PROFILED, is_hidden, marks_of, require
 from nanocp.config.cost import CPU_COSTS
 from nanocp.config.data_plane import default_dtype
 from nanocp.config.whole import FOLLOWS, SECRETS, Config
@@ -133,6 +133,7 @@ def _sources(
 
 
 def _read_yaml(path: Path, what: str) -> _Tree:
+    require(path.exists(), f"the {what} {path} does not exist")
     tree = read_yaml(path, what)
     if tree is None:
         return {}

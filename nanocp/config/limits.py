@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from nanocp.config.choices import INTERNAL, Natural, Positive, Within, check_fields, require
+from nanocp.config.choices import (
+    INTERNAL,
+    Natural,
+    Positive,
+    at_least,
+    between,
+    check_fields,
+    require,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +22,7 @@ class LimitsConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    tick_ms: Annotated[int, Within(10, 1000), INTERNAL] = 100
+    tick_ms: Annotated[int, between(10, 1000), INTERNAL] = 100
     """Interval at which a waiting instance checks its peer."""
     exchange_timeout_ms: int = 30_000
     """Longest wait for a peer inside a step. Unless it is set, half more than plan_timeout_ms."""
@@ -25,7 +33,7 @@ class LimitsConfig:
     """Pause between two attempts to connect at start-up."""
     start_timeout_ms: Positive = 120_000
     """Longest wait for all instances to be ready."""
-    suspect_ms: Annotated[int, Within(300)] = 3_000
+    suspect_ms: Annotated[int, at_least(300)] = 3_000
     """A member that has sent nothing for this long is taken for lost."""
     recovery_timeout_ms: Natural = 120_000
     """Longest wait after a loss until the service goes on; then it ends. 0: it ends with the first

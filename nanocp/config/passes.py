@@ -10,7 +10,7 @@ from nanocp.config.choices import (
     PROFILED,
     Natural,
     Positive,
-    Within,
+    at_least,
     check_fields,
     require,
 )
@@ -108,7 +108,7 @@ class PassesConfig:
     (level)."""
     copy_ahead: Annotated[bool, INTERNAL] = True
     """Full pages of moving layers travel before the layout changes."""
-    frame_move_us: Annotated[float, Within(0), PROFILED] = 50.0
+    frame_move_us: Annotated[float, at_least(0), PROFILED] = 50.0
     """Time to move one layer's KV of one frame, in us (policy level)."""
     chaos_seed: Annotated[Natural, INTERNAL] = 0
     """Seed of policy chaos_layers."""

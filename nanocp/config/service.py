@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from nanocp.config.choices import Among, Natural, Within, check_fields, require
+from nanocp.config.choices import Among, Natural, between, check_fields, require
 
-Port = Annotated[int, Within(0, 65_535)]
+Port = Annotated[int, between(0, 65_535)]
 LOG_FORMATS = ("text", "json")
 TOOL_CALL_PARSERS = (
     "auto", "none", "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "glm47",

@@ -29,8 +29,6 @@ def read_yaml(path: Path, what: str) -> Any:
     """The file's content. Raises ValueError, naming `what` it is, for a file that is no YAML."""
     try:
         text = readable(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"the {what} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the {what} {path} cannot be read: {error}") from error
     try:

@@ -61,7 +61,7 @@ class Setting(NamedTuple):
         except (KeyError, ValueError):
             right = _KINDS.get(kind) or one_of([one.value for one in kind])
             raise ValueError(f"{self.name} is {text!r}; it must be {right}") from None
-        for bounds in getattr(self.hint, "__metadata__", ()):
+        for bounds in _metadata(self.hint):
             bounds.check(self.name, value)
         return value
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.values.sampling_fields import Bounds
+from nanocp.config.choices import Positive
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class Iteration:
     """An iteration on GPUs."""
 
-    gpus: Annotated[int, Bounds("at least 1", 1)] = 8
+    gpus: Positive = 8
     """How many GPUs, with tensor parallelism."""
-    prompt: Annotated[int, Bounds("at least 1", 1)] = 512
+    prompt: Positive = 512
     """Mean prompt, in tokens."""
-    output: Annotated[int, Bounds("at least 1", 1)] = 1024
+    output: Positive = 1024
     """Mean output, in tokens."""
-    batch: Annotated[int, Bounds("at least 1", 1)] = 2048
+    batch: Positive = 2048
     """Tokens of an iteration."""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanocp.cli.overlap.model import Iteration
-from nanocp.values.sampling_fields import Bounds
+from nanocp.config.choices import Positive
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,7 @@ class Layer:
 
     constants: str = ""
     """With --cluster: a set of its file. Default: operators, or fitted."""
-    rows: Annotated[int, Bounds("at least 1", 1)] = 64
+    rows: Positive = 64
     """With --cluster: rows of each instance."""
 
 

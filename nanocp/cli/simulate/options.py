@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.cli.options.typed import Option
+from nanocp.config.choices import at_least
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     from nanocp.simulator.costs.cluster_file import ClusterFile
@@ -72,16 +72,16 @@ class Scenario(Judged):
     """Simulated seconds before them."""
     seed: Option[int] = 0
     """Seed of arrivals and lengths."""
-    instances: Annotated[int | None, Bounds("at least 1", 1)] = None
+    instances: Annotated[int | None, at_least(1)] = None
     """Number of instances. Default: the cluster file's."""
     wire_form: str = ""
     """Form between instances: latent or absorbed. Default: the cheaper one."""
     ingest_tail_share: float | None = None
     """Share of a prompt's KV to come at the request's arrival. Default: the cluster file's, 1."""
-    ttft_target_ms: Annotated[int | None, Bounds("at least 1", 1)] = None
+    ttft_target_ms: Annotated[int | None, at_least(1)] = None
     """Target from placement to KV of a prompt, for policy cost_aware. Default: the cluster file's,
     none."""
-    tpot_target_ms: Annotated[int | None, Bounds("at least 0", 0)] = None
+    tpot_target_ms: Annotated[int | None, at_least(0)] = None
     """While tokens take longer, a few long prompts wait; 0: none. Default: the cluster file's,
     none."""
     begin_empty: bool = False

@@ -24,8 +24,7 @@ from nanocp.cli.simulate.explain import (
 from nanocp.cli.simulate.numbers import all_judged, numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
 from nanocp.cli.simulate.pipeline import LAYOUTS, PipelineOptions, run_pipeline
-from nanocp.config.choices import check_one_of
-from nanocp.values.sampling_fields import Bounds
+from nanocp.config.choices import Natural, Positive, check_one_of
 
 if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer
@@ -51,9 +50,9 @@ class RunOptions:
 
     prefix_sharing: bool = True
     """Requests share pages of prompts that begin alike."""
-    host_pages: Annotated[int, Bounds("at least 0", 0)] = 0
+    host_pages: Natural = 0
     """Pages of prompts that each instance keeps outside its frames. Not for fluid."""
-    groups: Annotated[int, Bounds("at least 1", 1)] = 1
+    groups: Positive = 1
     """Clusters side by side, behind a router that sees their loads every 5 s; the rate is that of
     all. Not for fluid, explanations and reports."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from control_plane.scheduler.queue.waiting_queue import invalidity
-from nanocp.config.choices import check_at_least, none_of
+from nanocp.config.choices import Natural, check_fields, none_of
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import check_ttft_targets
 from nanocp.files.yaml_file import read_yaml
@@ -278,7 +278,7 @@ class ClusterFile:
     ttft_targets: tuple[tuple[int, int], ...] = ()
     """(priority, ms) pairs of policy cost_aware, as scheduler.ttft_targets of the service; requests
     of a workload have priority 0."""
-    tpot_target_ms: int = 0
+    tpot_target_ms: Natural = 0
     """The service's scheduler.tpot_target_ms, whatever the policy. 0: nobody is deferred."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Degrees that the length profile chooses from."""
@@ -303,7 +303,7 @@ class ClusterFile:
                 f"prefill_gb_per_s is {self.prefill_gb_per_s}; it must be positive and finite"
             )
         check_ttft_targets(self.ttft_targets)
-        check_at_least(0, tpot_target_ms=self.tpot_target_ms)
+        check_fields(self)
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")
         if (

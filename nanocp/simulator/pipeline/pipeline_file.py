@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from nanocp.config.choices import check_at_least, check_one_of, require
+from nanocp.config.choices import Natural, Positive, check_fields, check_one_of, require
 from nanocp.files.yaml_file import read_yaml
 from nanocp.simulator.costs.yaml_file import names_in, validated
 from nanocp.values.passes import Span, even_split
@@ -54,23 +54,22 @@ class LayerShape:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    num_layers: int
+    num_layers: Positive
     layer_mb: float
     """Weights of a layer."""
     layer_mflop: float
     """One token through a layer, without attention."""
     attention_mflop: float
     """One token, for each token that it attends to, in a layer."""
-    kv_bytes: int
+    kv_bytes: Positive
     """KV of one token in a layer."""
-    hidden_bytes: int
+    hidden_bytes: Positive
     """A hidden row."""
     head_mb: float
     """Weights of lm_head, and as many of the embedding."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, num_layers=self.num_layers, kv_bytes=self.kv_bytes)
-        check_at_least(1, hidden_bytes=self.hidden_bytes)
+        check_fields(self)
         for name in ("layer_mb", "layer_mflop", "attention_mflop", "head_mb"):
             value = getattr(self, name)
             require(0 < value < inf, f"{name} is {value}; it must be positive and finite")
@@ -102,21 +101,18 @@ class PipelineFile:
     __pydantic_config__ = {"extra": "forbid"}
 
     model: LayerShape
-    num_stages: int
-    max_model_len: int
-    max_rows: int
+    num_stages: Positive
+    max_model_len: Positive
+    max_rows: Positive
     """Most requests that are placed at a time."""
-    spare_layers: int
+    spare_layers: Natural
     """Room for layers beyond an even share, where layers move."""
     memory: DeviceMemory
     costs: dict[str, StageCosts]
     """By the name of the set, such as peak and fitted."""
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1, num_stages=self.num_stages, max_model_len=self.max_model_len, max_rows=self.max_rows
-        )
-        check_at_least(0, spare_layers=self.spare_layers)
+        check_fields(self)
         require(bool(self.costs), "costs is empty; it must hold one set of constants or more")
         require(
             self.model.num_layers >= self.num_stages,
