@@ -27,15 +27,12 @@ class _Loader(yaml.SafeLoader):
 
 def read_yaml(path: Path, what: str) -> Any:
     """The file's content. Raises ValueError, naming `what` it is, for a file that is no YAML."""
+    unread = f"the {what} {path} cannot be read: "
     try:
-        text = readable(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the {what} {path} cannot be read: {error}") from error
-    try:
-        return yaml.load(text, _Loader)
+        return yaml.load(readable(path).read_text(encoding="utf-8"), _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {error}") from error
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{unread}{where}{error.problem}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{unread}{error}") from error
