@@ -10,12 +10,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.options.typed import FieldOptions, config_option, with_options
+from nanocp.cli.options.typed import FieldOptions, Option, config_option, with_options
 from nanocp.cli.options.vllm_flags import said_of_environment
 
 if TYPE_CHECKING:
@@ -60,6 +61,43 @@ CONFIG_OPTIONS = FieldOptions(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """Sources of settings, and where instances start."""
+
+    config: Option[Path | None] = None
+    """A YAML file of sections and keys; flags override it."""
+    address: Option[str | None] = None
+    """Join the Ray cluster at this address (auto: the one here) instead of a local one."""
+    ray: Option[bool] = True
+    """Start instances as Ray actors, or as plain subprocesses."""
+    given: Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE")] = field(
+        default_factory=list
+    )
+    """Any key that `nanocp config` prints. May be given again."""
+    print_config: Annotated[bool, typer.Option("--print-config")] = False
+    """Print the configuration, and where it is from, and exit."""
+    drain_timeout_s: Annotated[float | None, typer.Option(show_default="30")] = None
+    """Time that running requests get to finish after a signal. (limits.drain_timeout_ms)"""
+    speculative_config: Annotated[str | None, typer.Option(metavar="JSON")] = None
+    """Let the model's MTP layer draft tokens, as vLLM's option of this name: {"method": "mtp",
+    "num_speculative_tokens": 1}. (scheduler.num_drafts)"""
+
+    def settings(self) -> dict[str, Any]:
+        """Keys that these options set. Raises ValueError."""
+        from nanocp.config.file import settings
+        from nanocp.config.speculative import num_drafts_of
+
+        if self.address is not None and not self.ray:
+            raise ValueError("--address names a Ray cluster, which --no-ray does not use")
+        found: dict[str, Any] = {}
+        if self.drain_timeout_s is not None:
+            found["limits.drain_timeout_ms"] = round(self.drain_timeout_s * 1000)
+        if self.speculative_config is not None:
+            found["scheduler.num_drafts"] = num_drafts_of(self.speculative_config)
+        return found | settings(self.given)
+
+
 @with_options
 def serve(
     context: typer.Context,
@@ -67,48 +105,7 @@ def serve(
         Path, typer.Argument(help="A Hugging Face folder of a model that docs/use/models.md lists.")
     ],
     flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML file of sections and keys; flags override it.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Join the Ray cluster at this address (auto: the one here) instead of a local one."
-        ),
-    ] = None,
-    ray: Annotated[
-        bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
-    ] = True,
-    given: Annotated[
-        list[str],
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            help="Any key that `nanocp config` prints. May be given again.",
-        ),
-    ] = [],  # noqa: B006 (Typer reads it)
-    print_config: Annotated[
-        bool,
-        typer.Option(
-            "--print-config", help="Print the configuration, and where it is from, and exit."
-        ),
-    ] = False,
-    drain_timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Time that running requests get to finish after a signal. "
-            "(limits.drain_timeout_ms)",
-            show_default="30",
-        ),
-    ] = None,
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            help="Let the model's MTP layer draft tokens, as vLLM's option of this name: "
-            '{"method": "mtp", "num_speculative_tokens": 1}. (scheduler.num_drafts)',
-            metavar="JSON",
-        ),
-    ] = None,
+    start: StartOptions,
 ) -> None:
     """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
 
@@ -121,38 +118,27 @@ def serve(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.cli.serve.vllm_sizes import with_sizes
-    from nanocp.config.file import doubts_in, origins, settings
-    from nanocp.config.speculative import num_drafts_of
+    from nanocp.config.file import doubts_in, origins
     from nanocp.config.yaml import config_yaml
     from nanocp.serve.served import with_model_len
 
-    try:
-        if address is not None and not ray:
-            raise ValueError("--address names a Ray cluster, which --no-ray does not use")
-        if drain_timeout_s is not None:
-            flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
-        if speculative_config is not None:
-            flags["scheduler.num_drafts"] = num_drafts_of(speculative_config)
-        flags |= settings(given)
-        loaded, flags = with_sizes(config, flags | context.obj.sets, checkpoint)
-        if print_config:
-            print(config_yaml(loaded, origins(config, flags)), end="")
-            raise typer.Exit
-        for doubt in doubts_in(profile := loaded.scheduler.profile):
-            print(f"{profile}: {doubt}", file=sys.stderr)
-        is_given = "cluster.max_model_len" in origins(config, flags)
-        if not is_given and (checkpoint / "config.json").exists():  # else `run` says that
-            loaded = with_model_len(loaded, checkpoint)
-        if "gpu_memory_utilization" in context.obj.sets and loaded.data_plane.device == "cpu":
-            context.obj.said.append(
-                "--gpu-memory-utilization changes nothing on CPUs: an instance has "
-                f"{loaded.cluster.num_frames} frames of 64 tokens (--num-frames)"
-            )
-        status = run(loaded, checkpoint, address, ray, context.obj.said)
-    except (ValueError, OSError) as error:
-        print(f"nanocp serve: {error}", file=sys.stderr)
-        status = 2
-    raise typer.Exit(status)
+    flags |= start.settings() | context.obj.sets
+    loaded, flags = with_sizes(start.config, flags, checkpoint)
+    sources = origins(start.config, flags)
+    if start.print_config:
+        print(config_yaml(loaded, sources), end="")
+        return
+    for doubt in doubts_in(profile := loaded.scheduler.profile):
+        print(f"{profile}: {doubt}", file=sys.stderr)
+    is_given = "cluster.max_model_len" in sources
+    if not is_given and (checkpoint / "config.json").exists():  # else `run` says that
+        loaded = with_model_len(loaded, checkpoint)
+    if "gpu_memory_utilization" in context.obj.sets and loaded.data_plane.device == "cpu":
+        context.obj.said.append(
+            "--gpu-memory-utilization changes nothing on CPUs: an instance has "
+            f"{loaded.cluster.num_frames} frames of 64 tokens (--num-frames)"
+        )
+    raise typer.Exit(run(loaded, checkpoint, start.address, start.ray, context.obj.said))
 
 
 def run(
