@@ -32,7 +32,6 @@ _NUM_YIELDS = 200
 # yields add up; who sleeps is woken soon.
 _LONG_YIELD_S, _SLEEPS_S = 0.002, 1.0
 _sleeps_until_s = 0.0
-_SHORT_PAUSE_S, _LONG_PAUSE_S = 50e-6, 1e-3  # between two looks at what wakes nobody
 
 
 class _Timespec(ctypes.Structure):

@@ -144,9 +144,8 @@ class Segments:
     ) -> OwnedSegment:
         """Make an OwnedSegment of this process in the present term.
 
-        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange
-        puts into it, and where it does so by NIXL, `bulk` is for its messages. Waits a bounded time
-        for room: the last term's segments are free once every peer has let go of them. Raises
+        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. Waits a bounded
+        time for room: the last term's segments are free once every peer has let go of them. Raises
         TermOver besides.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
@@ -192,8 +191,8 @@ class Segments:
         another configuration.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
-        by_nixl = has_pages and self._nixl is not None
-        if self.is_shared(instance) and not by_nixl:
+        nixl = self._nixl if has_pages else None
+        if self.is_shared(instance) and nixl is None:
             return PeerSegment(name, instance, timeout_ms, self.term)
         address = self._place(instance).address
         if not address:
@@ -203,9 +202,7 @@ class Segments:
                 "exchange over TCP"
             )
         where = name, instance, address, writer, limits, timeout_ms, self.term
-        if has_pages and self._nixl is not None:
-            return NixlSegment(*where, self._nixl)
-        return TcpSegment(*where)
+        return TcpSegment(*where) if nixl is None else NixlSegment(*where, nixl)
 
     def is_owned(self, kind: str, instance: int, term: int) -> bool:
         """True if an instance on this node still has its segment of this kind, in a term."""

@@ -1,4 +1,4 @@
-"""The exchange through shared memory and, to other nodes, TCP or NIXL (Linux on x86-64).
+"""The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
 Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
 in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
@@ -89,7 +89,7 @@ class ShmExchange(Exchange):
         self._awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers that are reached by TCP or NIXL."""
+        """Peers that are reached by TCP."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()
@@ -167,7 +167,7 @@ class ShmExchange(Exchange):
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """The addresses of both flags; a peer that is reached by TCP or NIXL must be put to."""
+        """The addresses of both flags; a peer that is reached by TCP must be put to."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
         return Flags(None if peer in self._remote else outgoing, incoming)
@@ -256,8 +256,7 @@ class ShmExchange(Exchange):
     def _is_alive(self, source: int) -> bool:
         """True while the source's process, or its connection, lives.
 
-        If it attached by a connection, that is asked. Puts by TCP come before the connection ends;
-        of puts by NIXL the last ones may be lost with their writer.
+        If it attached by a connection, that is asked. Puts by TCP come before the connection ends.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached

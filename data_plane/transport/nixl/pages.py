@@ -25,8 +25,6 @@ from nanocp.config.limits import LimitsConfig
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PLACE = struct.Struct("<QQQQ")  # address, bytes, device, whether it is a GPU's
 _POLL_S = 20e-6
-_PROGRESS_S = 5e-3
-_CLOSE_S = 1.0
 _LEAVE_A_WAY = (
     "UCX_TLS and UCX_NET_DEVICES must leave both ends a transport in common; tcp over a bridge "
     "needs UCX_TCP_BRIDGE_ENABLE=y"
@@ -80,7 +78,6 @@ class NixlAgent:
         self._device = device
         self._registered: dict[int, Any] = {}
         """(NIXL's registration, memory, which must outlast it) by address."""
-        self._kept: list[Any] = []
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
         """Make registered memory, all zero, and return it with its place.
@@ -175,10 +172,6 @@ class NixlAgent:
     def discard(self, write: Any) -> None:
         """Give up a prepared write that is not under way."""
         self._agent.release_xfer_handle(write)
-
-    def keep(self, writes: Any) -> None:
-        """Keep writes, perhaps under way, and their sources as long as the agent."""
-        self._kept.append(writes)
 
     def _step(self, call: Callable[[Any], str], write: Any, what: str, instance: int) -> bool:
         state = self._call(call, what, instance, write)
