@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.kit.machine import ROOT
+
 DEFAULT_VLLM_ENV = ROOT / ".venv-vllm"
 Measure = Callable[[Sequence[Sequence[int]], int], dict[str, Any]]
 """What an engine's script says of prompts and a number of tokens: {"tokens_per_s": x, ...}."""

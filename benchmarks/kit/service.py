@@ -20,13 +20,13 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.kit.machine import ROOT as ROOT
 from control_plane.launchers.processes import ProcessLauncher
 from nanocp.client import AsyncClient, ServiceError
 from nanocp.config.whole import Config
 from nanocp.serve.process import Serving
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
-ROOT = Path(__file__).parents[2]
 REQUEST_TIMEOUT_S = 900
 NUM_WARM_TOKENS = 4
 """The steady state begins when every stream has this many tokens."""

@@ -180,7 +180,7 @@ class Controller(ControllerInterface):
         return answer
 
     def want_layout(self, split: Sequence[int]) -> Future[None]:
-        """Let layers of a pipeline move; done when they have. See LayeredStages.want_layout."""
+        """Let layers of a pipeline move; done when they have. See StageLayouts.want_layout."""
 
         async def want() -> None:
             if self._stages is None:

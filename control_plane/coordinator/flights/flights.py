@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from control_plane.coordinator.flights.stages import LayeredStages
+from control_plane.coordinator.flights.stages import StageLayouts
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.observe.observed import ObservedScheduler
 from control_plane.ports.controller_interface import Submission
@@ -24,7 +24,7 @@ class Flights(Protocol):
     scheduler: ObservedScheduler
     transfers: Transfers | None = None
     """The tickets beside windows; None: beside passes there are none."""
-    stages: LayeredStages | None = None
+    stages: StageLayouts | None = None
     """The stages that have layers; None: instances have all of them."""
 
     def __len__(self) -> int:

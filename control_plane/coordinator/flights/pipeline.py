@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from control_plane.coordinator.flights.flights import Flights
-from control_plane.coordinator.flights.stages import LayeredStages
+from control_plane.coordinator.flights.stages import StageLayouts
 from control_plane.coordinator.members.members import Members
 from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.ports.controller_interface import Submission
@@ -32,7 +32,7 @@ class PipelineFlights(Flights):
         self._last = self.pipeline.num_stages - 1
         self._planner = PassPlanner(config.cluster, config.scheduler, self.pipeline)
         self.scheduler = self._planner.scheduler
-        self.stages: LayeredStages = LayeredStages(self.pipeline, self.scheduler.layouts, metrics)
+        self.stages: StageLayouts = StageLayouts(self.pipeline, self.scheduler.layouts, metrics)
         self._members, self._metrics = members, metrics
         self._table = InstanceTable(0, 1)
         """The stages' table after all passes that were sent."""

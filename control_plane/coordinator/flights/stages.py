@@ -12,7 +12,7 @@ from nanocp.values.passes import layers_of
 from nanocp.values.plan import WindowDone
 
 
-class LayeredStages:
+class StageLayouts:
     """The layout that the scheduler has, and the one that an operator waits for."""
 
     def __init__(

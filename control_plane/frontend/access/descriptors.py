@@ -36,12 +36,16 @@ def max_connections(service: ServiceConfig, num_instances: int) -> int:
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_kinds = 3 if service.ssl_certfile else 2  # HTTP, gRPC, and those in a TLS handshake
-    reserved = _RESERVED + _OF_MEMBER * num_instances
+    reserved = _reserved(num_instances)
     require(
         limit >= reserved + num_kinds,
         f"{limit} files may be open (ulimit -n); the service needs {reserved + num_kinds}",
     )
     return (limit - reserved) // num_kinds
+
+
+def _reserved(num_instances: int) -> int:
+    return _RESERVED + _OF_MEMBER * num_instances
 
 
 class Listener(socket.socket):
@@ -58,7 +62,7 @@ class Listener(socket.socket):
     def keep_for(self, service: ServiceConfig, num_instances: int) -> None:
         """Keep half of the reserve, and a share for connections that have not begun."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most = limit - (_RESERVED + _OF_MEMBER * num_instances) // 2
+        self.most = limit - _reserved(num_instances) // 2
         self._most_waiting = max_connections(service, num_instances)
         self._waiting: dict[int, socket.socket] = {}
 
