@@ -26,7 +26,7 @@ class DualBalanced(Policy):
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the node with the fewest rows and WaterFill over its least loaded instances.
 
-        The degree is chosen by length (4.2.2, 4.2.3).
+        The degree is chosen by length. (The paper's sections 4.2.2 and 4.2.3.)
         """
         config = self._config
         node = least_rows_node(state)

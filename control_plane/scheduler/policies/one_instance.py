@@ -25,7 +25,10 @@ class OneInstance(Policy):
         self._load = load
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Propose the least loaded instance; several only if none could ever hold the request."""
+        """Propose the least loaded instance, whether the request fits there now or not.
+
+        It proposes several only if no instance could ever hold the request.
+        """
         pages = num_pages(arrival.prompt_len)
         instance = min(state.open, key=lambda i: self._load(state, arrival, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))

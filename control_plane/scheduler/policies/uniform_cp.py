@@ -25,7 +25,10 @@ class UniformCp(Policy):
         self._degree = degree
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Propose the group with the fewest rows, and equal shares of the pages."""
+        """Propose the group with the fewest rows, its pages in equal shares.
+
+        The MoE binding is the group's instance with the fewest rows.
+        """
         pages = num_pages(arrival.prompt_len)
         groups = self._groups(state)
         rows = [sum(state.loads.num_rows[i] for i in group) for group in groups]

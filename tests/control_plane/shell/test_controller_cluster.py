@@ -218,7 +218,7 @@ def test_a_scheduler_that_fails_ends_the_service_and_not_in_silence(tmp_path):
             == "the controller failed: AssertionError: frames do not add up"
         )
         # Another thread writes the log.
-        until(lambda: (tmp_path / "log").read_text().endswith('"plan":null}\n'), END_S)
+        until(lambda: (tmp_path / "log").read_text().endswith('"plan":null}\n'), limit_s=END_S)
         began = time.monotonic()
         assert not service.drain()
         service.stop()

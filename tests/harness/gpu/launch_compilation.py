@@ -12,8 +12,6 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 
-import gpu_shapes
-import gpu_step
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu import gpu_shapes, gpu_step
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from harness.gpu import gpu_cluster
 from harness.gpu.gpu_token_checks import BOUNDS

@@ -10,11 +10,10 @@ import collections
 import json
 from dataclasses import replace
 
-import gpu_shapes
-import gpu_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu import gpu_shapes, gpu_step
 from data_plane.graph.buckets import Bucket
 from harness.gpu.launch_compilation import META, stand_in_for_a_card
 
