@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
@@ -22,12 +21,11 @@ from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.served import Served
 from nanocp.values.members import Member
 from nanocp.values.plan import ClusterLoad
+from nanocp.values.restarts import Restarts
 
-_FIRST_PAUSE_S = 0.2
-_MAX_PAUSE_S = 5.0
-_MAX_ENDS = 6
-"""A front end that ends this often within _ENDS_S is not restarted."""
-_ENDS_S = 60.0
+_PAUSES_S = (0.2, 0.4, 0.8, 1.6, 3.2)
+_MAX_ENDS, _ENDS_S = 6, 60.0
+"""A front end that ends this often within this time is not restarted."""
 _DIAL_S = 15.0
 """Longest wait for a front end of an earlier controller to dial."""
 _LAST_WORD_S = 2.0
@@ -75,10 +73,10 @@ class FrontEndProcesses:
             self._port.secrets.take(spec.name, spec.secret)
         self._launcher = launcher
         self._stopping = threading.Event()
-        self._ends: list[deque[float]] = [
-            deque(maxlen=_MAX_ENDS) for _ in range(config.service.front_ends)
+        self._restarts = [
+            Restarts(_PAUSES_S, _MAX_ENDS, _ENDS_S) for _ in range(config.service.front_ends)
         ]
-        """End times of each front end's processes, ascending."""
+        """Restarts of each front end."""
         self._num_given_up = 0
         self._address = ""
 
@@ -88,7 +86,7 @@ class FrontEndProcesses:
         Raises OSError, naming the port, if one cannot be bound, RuntimeError if a process ends.
         """
         self._address = self._port.start()
-        members = [Member("front end", index) for index in range(len(self._ends))]
+        members = [Member("front end", index) for index in range(len(self._restarts))]
         specs = {each: self._spec(each) for each in members if each not in self._living}
         self._launcher.start(specs, self._exited)
         for member, hello in zip(members, self._port.hellos, strict=True):
@@ -179,11 +177,8 @@ class FrontEndProcesses:
         if self._is_first and not hello.done():
             hello.set_exception(RuntimeError(f"{member}: {how}"))
             return
-        now_s = time.monotonic()
-        ends = self._ends[index]
-        ends.append(now_s)
-        recent = [end_s for end_s in ends if now_s - end_s < _ENDS_S]
-        if len(recent) == _MAX_ENDS:
+        pause_s = self._restarts[index].pause_s(time.monotonic())
+        if pause_s is None:
             self._num_given_up += 1
             logger.error(
                 "%s: %s, for the %dth time in %.0f s; it is not started again",
@@ -191,10 +186,9 @@ class FrontEndProcesses:
             )  # fmt: skip
             if not hello.done():
                 hello.set_exception(RuntimeError(f"{member}: {how}"))
-            elif self._num_given_up == len(self._ends):
+            elif self._num_given_up == len(self._restarts):
                 self._failed(f"no front end is left: {member}: {how}")
             return
-        pause_s = min(_FIRST_PAUSE_S * 2 ** (len(recent) - 1), _MAX_PAUSE_S)
         logger.warning(
             "%s: %s; another process takes its place%s in %.1f s",
             member, how, f" at {hello.result().grpc_address}" if hello.done() else "", pause_s,

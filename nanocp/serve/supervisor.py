@@ -30,6 +30,7 @@ from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe
 from nanocp.serve.service import Served, member_environment
 from nanocp.values.members import Member
+from nanocp.values.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ _FORCED_S = 5.0
 """After a second stop signal, a silent controller is killed after this time."""
 _WATCH_S = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_MAX_LOSSES = 5
-"""Losses within _LOSSES_S that end the service."""
-_LOSSES_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,8 @@ class Supervisor:
             FRONT_ENDS: LauncherHost(FRONT_ENDS, ProcessLauncher(FRONT_END_COMMAND, more)),
         }
         self._environment = more
-        self._losses: deque[float] = deque(maxlen=_MAX_LOSSES)
+        self._restarts = Restarts((0.0,), max_ends=5, within_s=120.0)
+        """Restarts of the controller; too many end the service."""
         self._silent_s = 0.0
         """Time that this process has lived since the controller's last message."""
         self._is_serving = self._is_stopping = self._is_forced = False
@@ -122,12 +121,10 @@ class Supervisor:
                 if not self.has_served.is_set():
                     logger.error("the controller was %s before it served", how)
                     return 2
-                now_s = time.monotonic()
-                self._losses.append(now_s)
-                if len(self._losses) == _MAX_LOSSES and now_s - self._losses[0] < _LOSSES_S:
+                if self._restarts.pause_s(time.monotonic()) is None:
                     logger.error(
                         "the controller was %s, for the %dth time in %.0f s; the service ends",
-                        how, _MAX_LOSSES, _LOSSES_S,
+                        how, self._restarts.max_ends, self._restarts.within_s,
                     )  # fmt: skip
                     return 1
                 logger.warning(

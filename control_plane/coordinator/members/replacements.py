@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,7 @@ from functools import partial
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.output import KillProcess, MembersOutput, StartProcess
 from nanocp.values.members import Member
+from nanocp.values.restarts import Restarts
 
 _FENCE_S = 1.0
 """Longest wait to see a killed process dead. A term shares nothing with it."""
@@ -65,14 +65,15 @@ class Replacements:
         """Number of each member's process, from 0; a lost one is already counted."""
         self._lost: dict[tuple[Member, int], _Lost] = {}
         """By member and number of the lost process."""
-        self._num_tries: Counter[Member] = Counter()
-        """Processes that each member has had since a term last began."""
+        self._restarts = {member: Restarts(_PAUSES_S) for member in self._numbers}
+        """Restarts of each member since a term last began."""
         self._coming: set[Member] = set()
         """Members whose next process has yet to dial."""
 
     def begin_term(self) -> None:
         """Forget earlier tries, since a term begins."""
-        self._num_tries.clear()
+        for restarts in self._restarts.values():
+            restarts.clear()
 
     def is_coming(self, member: Member) -> bool:
         """Return whether a process of the member is on its way."""
@@ -175,9 +176,8 @@ class Replacements:
         self._follow(lost)
 
     def _follow(self, lost: _Lost) -> None:
-        num_tries = self._num_tries[lost.member]
-        self._num_tries[lost.member] += 1
-        pause_s = _PAUSES_S[min(num_tries, len(_PAUSES_S) - 1)]
+        pause_s = self._restarts[lost.member].pause_s()
+        assert pause_s is not None
         self._deadlines.start(f"pause after {lost}", pause_s * 1000, partial(self._start, lost))
 
     def _start(self, lost: _Lost) -> None:
