@@ -10,7 +10,14 @@ from torch import Tensor
 
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.rows import Row
-from data_plane.instance.sampler import Draw, RowMasks, inverse, race, sample_rows, token_logprobs
+from data_plane.instance.sampler import (
+    Draw,
+    RowMasks,
+    gumbel_max,
+    inverse,
+    sample_rows,
+    token_logprobs,
+)
 from nanocp.values.sampling import TokenLogprobs
 
 
@@ -60,7 +67,7 @@ def sample_drafts(
 ) -> list[int | None]:
     """Return each row's next draft as the sampler would draw it; None: its grammar breaks off.
 
-    A race uses the same clocks; other rows take the most likely token.
+    Gumbel-max sampling uses the same clocks; other rows take the most likely token.
     """
     constrained = [index for index, row in enumerate(rows) if row.params.constraint]
     allowed, broken = None, set[int]()
@@ -74,7 +81,7 @@ def sample_drafts(
         logits_BV,
         [
             replace(row.params, temperature=0.0)
-            if row.params.temperature and draw is not race
+            if row.params.temperature and draw is not gumbel_max
             else row.params
             for row in rows
         ],

@@ -46,7 +46,7 @@ def inverse(probability_V: Tensor, seed: int, index: int) -> int:
     return int(torch.searchsorted(edges, target, right=True).clamp(max=len(edges) - 1))
 
 
-def race(probability_V: Tensor, seed: int, index: int) -> int:
+def gumbel_max(probability_V: Tensor, seed: int, index: int) -> int:
     """Draw the token whose exponential clock, of (seed, index, token), rings first.
 
     Likelier tokens' clocks tick faster. Two distributions draw the same token with a probability of
@@ -63,7 +63,7 @@ def race(probability_V: Tensor, seed: int, index: int) -> int:
     return int(ids[int((clocks - np.log(probability_V[ids].numpy())).argmin())])
 
 
-DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}
+DRAWS: dict[str, Draw] = {"inverse": inverse, "gumbel_max": gumbel_max}
 
 
 class RowMasks(NamedTuple):

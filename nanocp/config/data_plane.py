@@ -29,7 +29,7 @@ EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 
 PAGE_BACKENDS = ("auto", "nixl")
 
-SAMPLINGS = ("inverse", "race")
+SAMPLINGS = ("inverse", "gumbel_max")
 
 
 def default_dtype(device: str) -> str:
@@ -84,9 +84,9 @@ class DataPlaneConfig:
     to memory within a node)."""
     sampling: Annotated[str, Among(SAMPLINGS)] = "inverse"
     """Draw of a token at a temperature from a seed. inverse: by the distribution function, in the
-    order of token ids. race: the token whose exponential clock rings first; at temperature 1 nearly
-    twice as many drafts are right (docs/use/speculation.md). One distribution, but other tokens for
-    a seed."""
+    order of token ids. gumbel_max: the token whose exponential clock rings first, so that at
+    temperature 1 nearly twice as many drafts are right (docs/use/speculation.md). One distribution,
+    but other tokens for a seed."""
     threads_per_instance: Positive = 1
     """Threads of an instance: of native kernels, which refuse more than there are cores, or
     intra-op ones of torch. More than one per core is slower."""

@@ -226,7 +226,7 @@ def test_half_of_the_greedy_drafts_are_right_at_any_degree_and_in_lanes(plain):
 
 
 @pytest.mark.parametrize("num_instances", [1, pytest.param(3, marks=pytest.mark.system)])
-def test_with_a_race_nearly_as_many_drafts_are_right_as_by_rejection(
+def test_with_gumbel_max_nearly_as_many_drafts_are_right_as_by_rejection(
     plain, monkeypatch, num_instances
 ):
     """At temperature 1, where a draft by the highest logit is right in a quarter of the cases.
@@ -257,15 +257,15 @@ def test_with_a_race_nearly_as_many_drafts_are_right_as_by_rejection(
 
     monkeypatch.setattr(decode, "sample", sample)
     monkeypatch.setattr(decode, "sample_drafts", sample_drafts)
-    policy, race = f"fixed_degree:{num_instances}", {"sampling": "race"}
-    found, cluster = played(prompts(), policy, num_instances, data_plane=race, num_drafts=1)
+    policy, sampling = f"fixed_degree:{num_instances}", {"sampling": "gumbel_max"}
+    found, cluster = played(prompts(), policy, num_instances, data_plane=sampling, num_drafts=1)
     both = targets.keys() & drafts.keys()
     assert len(both) >= cluster.checked_drafts()[0][0] > 200
     alike = [1 - float((targets[key] - drafts[key]).abs().sum()) / 2 for key in both]
     by_rejection = sum(alike) / len(alike)
     # Seen: .479 of .535 at degree 1, .479 of .538 at degree 3.
     assert share(cluster) >= 0.85 * by_rejection, (share(cluster), by_rejection)
-    without, _ = played(prompts(), policy, num_instances, data_plane=race)
+    without, _ = played(prompts(), policy, num_instances, data_plane=sampling)
     assert_same(found, without)
     inverse, _ = played(prompts()[:2], policy, num_instances)
     assert [p.output for p in inverse] != [p.output for p in found[:2]], "a seed gives others"

@@ -22,8 +22,8 @@ from data_plane.instance.sampler import (
     _is_in_flat_nucleus,
     _is_in_nucleus,
     controlled_logits,
+    gumbel_max,
     inverse,
-    race,
     token_logprobs,
     token_probabilities,
     uniform,
@@ -330,7 +330,7 @@ def test_uniform_is_uniform_along_indices_and_along_seeds():
         assert abs(float(pairs[0, 1])) < 4 / math.sqrt(4000)
 
 
-@pytest.mark.parametrize("draw", [inverse, race])
+@pytest.mark.parametrize("draw", [inverse, gumbel_max])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.8), (10, 0.7)])
 def test_drawn_tokens_have_the_distribution(top_k, top_p, draw):
     (logits,) = make_logits(seed=9, vocabulary=12)
@@ -348,36 +348,38 @@ def test_drawn_tokens_have_the_distribution(top_k, top_p, draw):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), scale=st.floats(0.1, 2.0))
-def test_a_race_draws_the_same_from_distributions_that_are_alike(seed, scale):
+def test_gumbel_max_draws_the_same_from_distributions_that_are_alike(seed, scale):
     """At least (1 - tv) / (1 + tv) of the time, less four standard deviations."""
     one, other = make_logits(2, seed=seed % 1000, vocabulary=30).double()
     other = (one + scale * other).softmax(dim=0)
     one = one.softmax(dim=0)
     differ = float((one - other).abs().sum()) / 2
     count = 300
-    share = sum(race(one, seed, i) == race(other, seed, i) for i in range(count)) / count
+    share = (
+        sum(gumbel_max(one, seed, i) == gumbel_max(other, seed, i) for i in range(count)) / count
+    )
     least = (1 - differ) / (1 + differ)
     assert share >= least - 4 * math.sqrt(max(least * (1 - least), 0.01) / count)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("temperature", [1e-4, 0.003, 0.01])
-def test_a_race_near_temperature_0_takes_the_highest_logit(temperature):
+def test_gumbel_max_near_temperature_0_takes_the_highest_logit(temperature):
     """Others have a probability near 0, whose clocks hardly tick."""
     logits = torch.tensor([0.0, -7.42, -7.44, -3.0])
     probability = token_probabilities(logits, SamplingParams(temperature=temperature))
-    assert {race(probability, 5, index) for index in range(50)} == {0}
+    assert {gumbel_max(probability, 5, index) for index in range(50)} == {0}
 
 
-def test_clocks_of_a_race_know_the_token_and_nothing_of_the_others():
+def test_clocks_of_gumbel_max_know_the_token_and_nothing_of_the_others():
     (logits,) = make_logits(seed=3, vocabulary=40)
     whole = logits.double().softmax(dim=0)
     for index in range(50):
-        drawn = race(whole, 7, index)
+        drawn = gumbel_max(whole, 7, index)
         kept = whole.clone()
         kept[torch.arange(40) % 2 != drawn % 2] = 0
-        assert race(kept / kept.sum(), 7, index) == drawn
-    assert len({race(whole, 7, index) for index in range(50)}) > 3
+        assert gumbel_max(kept / kept.sum(), 7, index) == drawn
+    assert len({gumbel_max(whole, 7, index) for index in range(50)}) > 3
 
 
 def test_numbers_stay_what_they_are():
@@ -385,7 +387,7 @@ def test_numbers_stay_what_they_are():
     numbers = [uniform(0, 0), uniform(0, 1), uniform(1, 0)]
     assert numbers == [0.0564663990004608, 0.44008326622012284, 0.6487508310490744]
     flat = torch.full((1000,), 0.001, dtype=torch.float64)
-    assert [race(flat, seed, 5) for seed in range(4)] == [771, 763, 447, 709]
+    assert [gumbel_max(flat, seed, 5) for seed in range(4)] == [771, 763, 447, 709]
 
 
 def sorted_nucleus(probability_V, top_p):
