@@ -1,7 +1,6 @@
 """Named segments in /dev/shm: owned by a living process, mapped by others, swept after its death.
 
-The owner holds an exclusive flock until it ends, so a shared flock proves it dead, even if its pid
-is in use again. Three traps:
+The owner holds an exclusive flock until it ends, so a shared flock proves it dead. Three traps:
 
 - A flock stays while any copy of its open file exists. So the lock has a descriptor of its own,
   which is never mapped, and a forked child closes it.

@@ -1,14 +1,10 @@
 """The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
-Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
-in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
-
-Peers on the receiver's node write its segment in place. For the others a thread of the receiver
-does (tcp/server.py). A segment has one block
-for each other instance. A block has two regions for each channel, one for each parity: a flag in a
-cache line of its own, the count of rows if there is one, and the rows. All fields of a row are side
-by side, so that what was written is one run of bytes. A flag is epoch + 1, so that a fresh segment,
-which is all zeros, has no epoch 0.
+Peers on the receiver's node write its segment in place. For others a thread of the receiver does
+(tcp/server.py). A segment has one block for each other instance: for each channel two regions, one
+for each parity. A region is a flag in a cache line of its own, the count of rows if there is one,
+and the rows, each with its fields side by side. A flag is epoch + 1, since a fresh segment is all
+zeros.
 """
 
 from __future__ import annotations

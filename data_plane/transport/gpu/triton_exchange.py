@@ -1,16 +1,16 @@
 """The routed exchange in Triton: put rows as a table says, wait for flags, take the rows.
 
 A field is [parity, source, slot, width] in the receiver's memory, at the same offset on every
-instance; packed rows have a slot's fields side by side (peer_memory.RegionPlaces). Flags are
-[parity, source] int64. For replays, epochs are on the device: a wait advances its channel's, a put
-takes its pair's (cuda_ipc._FOLLOWS). (The paper's section 5.3.)
+instance; packed rows have a slot's fields side by side. Flags are [parity, source] int64. For
+replays, epochs are on the device: a wait advances its channel's, a put takes its pair's
+(cuda_ipc._FOLLOWS). (The paper's section 5.3.)
 
 Only a dispatch's sender knows its rows. So that channel is COUNTED: every instance puts to every
 one, and each flag has a count, [parity, source] int32.
 
-Every address comes from peer_ptr [N + 2] int64 (cuda_ipc.GpuExchange.table), as a replay in another
-term has other memory. Of the host's two words, the host writes the first, the last term that is
-over; a wait writes the second, the awaited instance + 1, or 0.
+Addresses come from peer_ptr [N + 2] int64 (cuda_ipc.GpuExchange.table). Of the host's two words,
+the host writes the first, the last term that is over; a wait writes the second, the awaited
+instance + 1, or 0.
 """
 
 from __future__ import annotations
