@@ -1,7 +1,4 @@
-"""`python -m nanocp`: the command `nanocp`, also where it is not in PATH.
-
-Enters: a command line. Leaves: an exit status. Does not know: what commands do.
-"""
+"""`python -m nanocp`: the command `nanocp`, also where it is not in PATH."""
 
 from nanocp.cli.main import app
 

@@ -81,7 +81,6 @@ class _JsonLines(_Lines):
 
 
 def _shown(value: object) -> str:
-    """A field's value, quoted if needed."""
     text = str(value)
     is_plain = text.isprintable() and not set(text) & set(' "=')
     return text if is_plain and text else json.dumps(text)

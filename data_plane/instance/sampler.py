@@ -273,5 +273,4 @@ def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
 
 
 def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
-    """Return an index tensor; an array is not copied."""
     return torch.from_numpy(np.asarray(token_ids, np.int64))

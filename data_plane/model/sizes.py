@@ -1,8 +1,4 @@
-"""Sizes of stored tensors and of KV, from config.json alone: no torch is needed to know them.
-
-Enters: a ModelConfig, what is configured. Leaves: names and shapes, bytes. Does not know: files,
-frames.
-"""
+"""Sizes of stored tensors and of KV, from config.json alone: no torch is needed to know them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What computes on a CPU, for an instance, a stage and a profile alike.
-
-Enters: Config, the model, its folder. Leaves: kernels and attention, and a sentence for each
-choice. Does not know: frames, what they compute for.
-"""
+"""What computes on a CPU, for an instance, a stage and a profile alike."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 Every ordered pair of instances has two regions for each channel (parity = epoch & 1), in the
 *receiver's* memory. The sender writes the region, then its flag. The receiver waits until the flag
-EQUALS the epoch (protocol.md, equal epochs); a newer one means that a region was reused too early.
-A channel's epochs count its uses: attention layers, MoE layers, or windows. Two regions suffice as
-replies, or all peers' dispatch flags, bound the sender. (The paper's section 5.3.)
+EQUALS the epoch (protocol.md, equal epochs). A channel's epochs count its uses. Two regions suffice
+as replies, or all peers' dispatch flags, bound the sender. (The paper's section 5.3.)
 """
 
 from __future__ import annotations

@@ -279,7 +279,6 @@ def _count(value: Any) -> int:
 
 
 def _num_tokens(choice: Mapping[str, Any]) -> int | None:
-    """Tokens that a choice says it brings, or None."""
     logprobs = choice.get("logprobs") or {}
     for named in (choice.get("token_ids"), logprobs.get("tokens"), logprobs.get("content")):
         if named:

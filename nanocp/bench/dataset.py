@@ -131,7 +131,6 @@ def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
 def _repeated_prefixes(
     options: DatasetOptions, random: Random, tokenizer: Any
 ) -> list[SampleRequest]:
-    """Prompts with repeated prefixes, shuffled."""
     prefixes = [
         _ids(options.prefix_repetition_prefix_len, random, options, tokenizer)
         for _ in range(options.prefix_repetition_num_prefixes)

@@ -172,7 +172,6 @@ class Client:
         return Resumption(prompt, options, len(self._endpoints.all), self._resume_timeout_s)
 
     def _ask(self, method: str, message: Any, timeout_s: float) -> Any:
-        """The answer of the first reachable endpoint."""
         turn = self._endpoints.in_turn
         for endpoint in turn:
             call = getattr(endpoint.control, method)

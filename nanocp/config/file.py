@@ -125,7 +125,6 @@ def settings(given: Sequence[str]) -> dict[str, Any]:
 def _sources(
     path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str]
 ) -> list[_Source]:
-    """The sources in ascending order of precedence."""
     sources = [_from_environment(environment), _from_flags(overrides)]
     if path is not None:
         sources.insert(0, _Source(str(path), _read_yaml(path, "configuration file"), {}))
@@ -288,7 +287,6 @@ def _sets(tree: Any, path: tuple[str, ...]) -> bool:
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    """The value there; None if nothing is."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

@@ -89,7 +89,6 @@ def answer_config(as_yaml: Callable[[str], str], body: bytes | None, who: str) -
 
 
 def _read(body: bytes, example: str) -> dict[str, Any]:
-    """The body's object. Raises ValueError."""
     try:
         asked = json.loads(body)
     except ValueError:
@@ -100,7 +99,6 @@ def _read(body: bytes, example: str) -> dict[str, Any]:
 
 
 def _numbers(asked: Mapping[str, Any], key: str, example: str) -> list[int]:
-    """The numbers below the key. Raises ValueError."""
     try:
         return [int(number) for number in asked[key]]
     except (ValueError, KeyError, TypeError):

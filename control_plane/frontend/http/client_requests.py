@@ -243,7 +243,6 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 
 def _constraint(request: GenerationRequest) -> dict[str, Any]:
-    """Raises ApiError."""
     form, outputs = request.response_format, request.structured_outputs
     if form is not None and form.type == "text":
         form = None

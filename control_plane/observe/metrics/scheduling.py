@@ -166,5 +166,4 @@ class SchedulingMetrics(Collector):
 
 
 def _balance(values: Collection[int]) -> float:
-    """Return mean / max; 1 without load."""
     return sum(values) / len(values) / max(values) if any(values) else 1.0

@@ -131,7 +131,6 @@ def _promised(
 def _in_turns(
     state: ClusterState, frames_on: Mapping[int, int], turns: Sequence[int], num_pages: int
 ) -> list[tuple[int, int]] | None:
-    """Return None if an instance has too few frames."""
     pages = [(turns[page % len(turns)], 1) for page in range(num_pages)]
     for rank, instance in enumerate(turns):
         count = len(range(rank, num_pages, len(turns)))

@@ -105,7 +105,6 @@ class Drafts:
 
 
 def _between(by_size: dict[int, int], size: int) -> float:
-    """Interpolate linearly between neighbouring sizes, ascending."""
     sizes = [*by_size]
     index = bisect_left(sizes, size)
     if index in (0, len(sizes)):

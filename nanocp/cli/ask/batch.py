@@ -88,7 +88,6 @@ def _run(
     num_requests: int,
     errors: Path,
 ) -> int:
-    """Returns the exit status."""
     from nanocp.cli.ask.batch_sender import ServiceGoneError
 
     num_done, num_failed, status, sentence = len(output.done), 0, 0, ""

@@ -98,7 +98,6 @@ class Load:
     async def _send_all(
         self, backend: Backend, requests: Sequence[SampleRequest], due_s: Sequence[float]
     ) -> tuple[list[RequestOutput], float]:
-        """With a progress bar on standard error."""
         from nanocp.bench.load import send_all
         from nanocp.cli.options.console import request_progress
 

@@ -201,7 +201,6 @@ def _requests(
 
 
 def _stages(stages: list[dict[str, Any]]) -> list[Text]:
-    """A line for each stage, and one on layouts."""
     from rich.text import Text
 
     if not stages:

@@ -331,7 +331,6 @@ def _drained(service: Service, output: Output, failure: str) -> int:
 def _describe(
     service: Service, served: Served, ready: Mapping[Member, tuple[str, ...]], output: Output
 ) -> None:
-    """Print members' choices, equal ones once, and the addresses."""
     seen: dict[str, list[Member]] = {}
     for member, selections in ready.items():
         for selection in selections:

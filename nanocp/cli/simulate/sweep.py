@@ -66,7 +66,6 @@ def sweep(
 
 
 def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[str, Any]]:
-    """By policy. Raises ValueError for options without a meaning."""
     from nanocp.cli.options.console import said
     from nanocp.simulator.sweep import sweep
 

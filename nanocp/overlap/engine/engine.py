@@ -277,7 +277,6 @@ class Forward:
         return outputs
 
     def _place(self, number: int, op: Op, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of a merged tensor."""
         kind = self._program.kinds[number]
         assert isinstance(kind, Cut)
         sizes = self._recording.sizes

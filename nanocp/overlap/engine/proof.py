@@ -278,7 +278,6 @@ def _kind_of(whole: Tensor, parts: Sequence[Tensor]) -> _Kind:
 
 
 def _sums_of_rows(tensor: Tensor, dim: int) -> Tensor:
-    """Sorted checksums of the rows."""
     rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).double()
     weights = torch.linspace(1, 2, rows.shape[1]).to(rows)
     sums = (rows @ weights).sort().values

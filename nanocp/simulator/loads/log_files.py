@@ -137,7 +137,6 @@ class LogFile:
             yield where, nested if isinstance(nested, dict) and "request" not in entry else entry
 
     def _guidellm(self, where: str, benchmarks: list[Any]) -> Iterator[_Entry]:
-        """The requests of a GuideLLM report, warm-up included."""
         if len(benchmarks) > 1:
             self.notes.append(
                 f"It has {len(benchmarks)} benchmarks, which are played one after the other."

@@ -232,7 +232,6 @@ class PipelineSimulation:
     # --- passes
 
     def _plan(self) -> None:
-        """Plan as many passes as may be in flight."""
         while True:
             events, self._events = self._events, []
             plan = self.scheduler.plan_pass(events, int(self._heap.now_us))

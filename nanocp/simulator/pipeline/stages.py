@@ -137,7 +137,6 @@ class Stages:
     # --- one stage
 
     def _go_on(self, stage: SimulatedStage) -> None:
-        """Begin the next work if its inputs are there."""
         while not stage.is_busy:
             if stage.current is not None:
                 if stage.expected.get(stage.next_layer, 0) > 0:

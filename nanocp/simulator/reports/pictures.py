@@ -365,7 +365,6 @@ def _panels(
 
 
 def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
-    """A legend above the panels."""
     handles, labels = axes.get_legend_handles_labels()
     room = _LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
     ncols = int(room // (max(map(len, labels)) + _CHARACTERS_OF_A_HANDLE))
