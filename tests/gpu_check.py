@@ -30,7 +30,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch
 
 from benchmarks.kit import machine
-from data_plane.transport.gpu.nvshmem_put import device_library
+from data_plane.startup.experimental.nvshmem_put import device_library
 from harness.gpu.check_run import run
 from harness.gpu.gpu_exchange_checks import (
     FULL_WIDTHS,

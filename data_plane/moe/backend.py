@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8DenseGemm
-from data_plane.moe.gpu.deep_ep import deep_ep_obstacle
 from data_plane.moe.gpu.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
-from data_plane.moe.gpu.nixl_ep import nixl_ep_obstacle
 from data_plane.moe.mixture import MoeSchedule
+
+_NO_GPU = "it needs NVIDIA GPUs, and this instance runs on the CPU"
+
+
+class BackendChoice(NamedTuple):
+    """A backend's name, and why it was chosen; together the sentence for an operator."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.why}"
 
 
 def expert_backend(
@@ -91,20 +102,17 @@ def _expert_obstacle(name: str, is_gpu: bool, dtype: torch.dtype) -> str:
 
 def dispatch_backend(
     name: str,
-    device: torch.device,
-    dtype: torch.dtype,
     model: ModelConfig,
-    num_instances: int,
-    max_rows: int,
     fused_obstacle: str,
-) -> str:
-    """Choose one of DISPATCH_BACKENDS: a sentence that begins with its name and says why.
+    obstacles: Mapping[str, Callable[[], str]],
+) -> BackendChoice:
+    """Choose one of DISPATCH_BACKENDS.
 
-    fused_obstacle: why no MoE layer can be one call here, or empty. Raises ValueError naming the
-    obstacle.
+    fused_obstacle: why no MoE layer can be one call here, or empty. obstacles: the same of other
+    backends by name; none on a CPU. Raises ValueError naming the obstacle.
     """
     if name == "exchange":
-        return "exchange, as configured"
+        return BackendChoice(name, "as configured")
     if model.has_shared_gate:
         fused_obstacle = "the model's shared expert has a gate of its own, which one call has not"
     if name == "fused" or (name == "auto" and not fused_obstacle):
@@ -113,26 +121,15 @@ def dispatch_backend(
                 f"dispatch_backend is fused: {fused_obstacle}; exchange works everywhere"
             )
         why = "because kernels are native" if name == "auto" else "as configured"
-        return f"fused, {why}: a layer's mixture is one call"
-    site: dict[str, Any] = {
-        "hidden_size": model.hidden_size,
-        "num_experts_per_token": model.num_experts_per_token,
-        "num_instances": num_instances,
-        "max_rows": max_rows,
-    }
-    if name == "nixl_ep":
-        obstacle = nixl_ep_obstacle(device, dtype, **site)
-    else:
-        obstacle = deep_ep_obstacle(device, dtype, num_experts=model.num_experts, **site)
+        return BackendChoice("fused", f"{why}: a layer's mixture is one call")
+    obstacle = obstacles.get("deep_ep" if name == "auto" else name, lambda: _NO_GPU)()
     if name == "auto":
-        return (
-            f"exchange, because not deep_ep: {obstacle}"
-            if obstacle
-            else "deep_ep, because it can serve here"
-        )
+        if obstacle:
+            return BackendChoice("exchange", f"because not deep_ep: {obstacle}")
+        return BackendChoice("deep_ep", "because it can serve here")
     if obstacle:
         raise ValueError(f"dispatch_backend is {name}: {obstacle}; exchange works everywhere")
-    return f"{name}, as configured"
+    return BackendChoice(name, "as configured")
 
 
 def moe_schedule(schedule: str, is_fused: bool, has_lanes: bool) -> MoeSchedule | None:

@@ -62,7 +62,7 @@ def gpu_parts(
     pool = GpuPool(cluster, device, frames.scratch_slot)
     layout = step_layout(cluster.bounds, data_plane, model)
     places = RegionPlaces(layout, cluster.num_instances, is_packed=data_plane.has_nvshmem)
-    exchange = GpuExchange(places, device, timeout_ms, has_far_peers=data_plane.has_nvshmem)
+    exchange = GpuExchange(places, device, timeout_ms)
     mixture: NormedMixture | None = None
     if model.num_experts:
         sizes: dict[str, Any] = {

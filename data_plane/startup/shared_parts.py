@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
 from data_plane.model.sizes import carry_bytes, carry_pages, page_bytes
-from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
+from data_plane.moe.backend import BackendChoice, dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.gpu.grouped import GroupedGemm
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.transport.exchange import RegionLayout
@@ -91,10 +92,11 @@ def moe_backends(
     experts: range,
     device: torch.device,
     fused_obstacle: str,
+    obstacles: Mapping[str, Callable[[], str]] = {},
 ) -> MoeBackends:
     """Choose the experts' GEMM and the dispatch. experts: of this instance.
 
-    fused_obstacle: why a MoE layer cannot be one call here. Raises ValueError naming the configured
+    fused_obstacle, obstacles: as of dispatch_backend. Raises ValueError naming the configured
     choice that cannot run.
     """
     data_plane, dtype = config.data_plane, torch_dtype(config.data_plane)
@@ -113,16 +115,14 @@ def moe_backends(
     name = data_plane.dispatch_backend
     if data_plane.has_nvshmem and name == "auto":
         # Of the others only NIXL-EP, by name, leaves the node.
-        dispatch = "exchange, because exchange_backend is nvshmem"
+        dispatch = BackendChoice("exchange", "because exchange_backend is nvshmem")
     else:
-        dispatch = dispatch_backend(
-            name, device, dtype, model, num_instances, max_rows, fused_obstacle
-        )
-    chosen, has_lanes = dispatch.partition(",")[0], config.scheduler.has_lanes
-    schedule = moe_schedule(data_plane.moe_schedule, chosen == "fused", has_lanes)
+        dispatch = dispatch_backend(name, model, fused_obstacle, obstacles)
+    is_fused, has_lanes = dispatch.name == "fused", config.scheduler.has_lanes
+    schedule = moe_schedule(data_plane.moe_schedule, is_fused, has_lanes)
     return MoeBackends(
         gemm,
-        dispatch=chosen,
+        dispatch=dispatch.name,
         schedule=schedule,
         sentences=[
             f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}"

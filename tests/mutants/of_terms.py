@@ -3,7 +3,7 @@
 from mutant import Mutant, seen_by
 
 GPU_TERMS = "tests/data_plane/kernels/test_gpu_terms.py"
-NIXL_EP = "tests/data_plane/moe/test_nixl_ep.py"
+NIXL_EP = "tests/data_plane/startup/experimental/test_nixl_ep.py"
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
 SEATS = "tests/control_plane/coordinator/members/test_seats.py"
@@ -24,20 +24,20 @@ OF_TERMS = [
            tests=(GPU_TERMS, "-k", "given_up"),
            why="tokens of a step are taken that had no rows of a peer (bounded waits)",
            text="self.check_mixture()", fault="pass"),
-    Mutant("mixture-of-the-last-term", path="data_plane/moe/gpu/nixl_ep.py",
+    Mutant("mixture-of-the-last-term", path="data_plane/startup/experimental/nixl_ep.py",
            tests=(NIXL_EP, "-k", "not_taken_for_rows"),
            why="what a lost instance sent is taken for rows of the one that replaces it (terms)",
            text="self._buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).zero_()",
            fault="pass"),
-    Mutant("connects-before-all-have-read", path="data_plane/moe/gpu/nixl_ep.py",
+    Mutant("connects-before-all-have-read", path="data_plane/startup/experimental/nixl_ep.py",
            tests=(NIXL_EP, "-k", "nobody_connects"),
            why="a peer of another node awaits a thread that stands still (bounded waits)",
            text="self._await_reader(peer, segment, deadline)", fault="pass"),
-    Mutant("still-connected", path="data_plane/moe/gpu/nixl_ep.py",
+    Mutant("still-connected", path="data_plane/startup/experimental/nixl_ep.py",
            tests=(NIXL_EP, "-k", "one_term_after"),
            why="a survivor sends rows to the process that was lost at a seat (terms)",
            text="self._buffer.disconnect_ranks(self._connected)", fault="pass"),
-    Mutant("rows-for-the-old-slot", path="data_plane/moe/gpu/nixl_ep.py",
+    Mutant("rows-for-the-old-slot", path="data_plane/startup/experimental/nixl_ep.py",
            tests=(GPU_TERMS, "-k", "captured and NixlEp"),
            why="an expert that has moved is visited in the slot that it had",
            text="self._number_E.copy_(torch.tensor(numbers, dtype=torch.int64))",

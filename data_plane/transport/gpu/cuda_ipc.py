@@ -79,20 +79,11 @@ class GpuExchange:
     (moe/gpu/sums.py).
     """
 
-    def __init__(
-        self,
-        places: RegionPlaces,
-        device: torch.device,
-        timeout_ms: float,
-        has_far_peers: bool = False,
-    ) -> None:
+    def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
         """Prepare an end, which can put and wait after `attach`.
 
-        timeout_ms: of each wait, counted in polls. has_far_peers: rows are packed, and each put has
-        a second launch.
+        timeout_ms: of each wait, counted in polls.
         """
-        assert places.is_packed or not has_far_peers, "one put carries packed rows only"
-        self._has_far_peers = has_far_peers
         self.places = places
         self._timeout_ms = timeout_ms
         self.max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
@@ -123,6 +114,7 @@ class GpuExchange:
 
     def attach(self, memory: PeerMemory, term: int = 1) -> None:
         """Begin a term at epoch 1 in its memory, which is zero. No step may run."""
+        assert self.places.is_packed or not memory.put_far, "one put carries packed rows only"
         self.memory, self._term = memory, term
         words = [*memory.addresses, self._words.data_ptr(), term]
         self.table.copy_(torch.tensor(words, dtype=torch.int64))
@@ -182,23 +174,11 @@ class GpuExchange:
 
         count_N: [N] int32, rows for each peer.
         """
-        if self._has_far_peers:
-            from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
+        if self.memory.put_far is not None:
+            self.memory.put_far(self.places.num_instances, *self.forwarding(channel, count_N))
 
-            arguments = self._forwarding(channel, count_N)
-            forward_kernel[(self.places.num_instances,)](*arguments, **link_options())
-
-    def forwarding_module(self) -> int:
-        """Load the kernel of puts to far peers, and return its CUDA module."""
-        from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
-
-        arguments = self._forwarding(Channel.Q, self._done_CN[Channel.Q])
-        kernel = forward_kernel.warmup(*arguments, grid=(1,), **link_options())
-        _ = kernel.run  # loads it
-        module: int = kernel.module
-        return module
-
-    def _forwarding(self, channel: Channel, count_N: Tensor) -> tuple[Any, ...]:
+    def forwarding(self, channel: Channel, count_N: Tensor) -> tuple[Any, ...]:
+        """Return the arguments of a put to far peers, as `forward` takes them."""
         follows, ahead = _FOLLOWS[channel]
         epoch, places = self.epoch_C[follows:], self._packed[channel]
         return self.table, epoch, self.error, count_N, places, self.memory.instance, ahead

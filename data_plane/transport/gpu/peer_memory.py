@@ -5,7 +5,7 @@ The memory is of one term: a lost process may still write what it has mapped (pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
@@ -75,7 +75,7 @@ class RegionPlace:
 
     @property
     def packed(self) -> list[int]:
-        """The channel's row of the table for nvshmem_put.forward_kernel."""
+        """The channel's row of the table for puts to far peers."""
         header = HEADER_BYTES if self.is_counted else 0
         region_bytes = self.num_slots * self.row_bytes
         offsets = [self.flag_offset, self.offset, self.stage_offset]
@@ -158,14 +158,15 @@ class PeerMemory:
         addresses: Sequence[int],
         memory: Tensor | None = None,
         owner: Any = None,
+        put_far: Callable[..., None] | None = None,
     ) -> None:
-        """owner: keeps the peers' memory alive."""
+        """owner: keeps the peers' memory alive. put_far: puts packed rows to far peers."""
         self.instance = instance
         self.addresses = addresses
         """Address or FAR; 0 outside the term."""
         self.memory = memory
         """[bytes] uint8, this instance's, if it is a tensor."""
-        self._owner = owner
+        self._owner, self.put_far = owner, put_far
 
     @classmethod
     def create_all(

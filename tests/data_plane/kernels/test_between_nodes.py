@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
+from data_plane.startup.experimental import nvshmem_put
 from data_plane.transport.exchange import Channel, EpochError, ExchangeError
-from data_plane.transport.gpu import nvshmem_put
 from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
 from harness.gpu.gpu_cluster import GpuCluster
 from harness.gpu_stand_ins.weak_memory import MODELS, WeakMemory, apart, calls, network, run_layers

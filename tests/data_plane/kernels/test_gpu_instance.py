@@ -16,18 +16,16 @@ from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance import decode
 from data_plane.instance.decode import DecodeInstance
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.moe import backend
 from data_plane.moe.fused.mixture import FusedMixtures
-from data_plane.moe.gpu import nixl_ep
 from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.reference.oracle import Oracle
 from data_plane.startup import gpu, shared_parts
+from data_plane.startup.experimental import nixl_ep, nvshmem
+from data_plane.startup.experimental.nvshmem import Nvshmem
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.exchange import TermOver
-from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.cuda_runtime import CudaRuntime
-from data_plane.transport.gpu.nvshmem import Nvshmem
 from data_plane.transport.segments import Segments
 from harness.exact import decode_cluster
 from harness.exact.decode_cluster import DecodeCluster, Prompt
@@ -81,7 +79,8 @@ def stand_in_for_a_gpu(monkeypatch, folder):
 
 def stand_in_for_nixl_ep(monkeypatch):
     """Let instances of this process take a stand-in for NIXL-EP, with rows in fp32."""
-    monkeypatch.setattr(backend, "nixl_ep_obstacle", lambda *site, **sizes: "")
+    by_stand_in = gpu.DISPATCHES["nixl_ep"]._replace(obstacle=lambda *site: "")
+    monkeypatch.setitem(gpu.DISPATCHES, "nixl_ep", by_stand_in)
     monkeypatch.setattr(nixl_ep, "import_module", lambda name: nixl_ep_stand_in)
     monkeypatch.setattr(nixl_ep_stand_in.Buffer, "dtype", torch.float32)
 
@@ -291,9 +290,10 @@ def test_instances_of_two_nodes_meet_by_nvshmem(mini, two_instances, monkeypatch
         libraries.append(FakeLibrary(group))
         return Nvshmem(libraries[-1])
 
-    monkeypatch.setattr(gpu, "load_nvshmem", load)
-    monkeypatch.setattr(gpu, "nvshmem_obstacle", lambda **site: "")
-    monkeypatch.setattr(GpuExchange, "forwarding_module", lambda exchange: 5)
+    monkeypatch.setattr(nvshmem, "load_nvshmem", load)
+    exchange = gpu.EXCHANGES["nvshmem"]._replace(obstacle=lambda **site: "")
+    monkeypatch.setitem(gpu.EXCHANGES, "nvshmem", exchange)
+    monkeypatch.setattr(nvshmem, "forwarding_module", lambda exchange: 5)
     config = replace(
         config,
         cluster=replace(config.cluster, instances_per_node=1, redundant_experts=0),

@@ -5,6 +5,7 @@ DeepEP's exchange and the choice of backends are tested here too.
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,17 +18,18 @@ from data_plane.model.norm import rms_norm
 from data_plane.model.weights import slots_of
 from data_plane.moe import backend
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
-from data_plane.moe.gpu import deep_ep
-from data_plane.moe.gpu.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.gpu.deep_gemm import DeepGemm
 from data_plane.moe.gpu.grouped import GroupedExperts, GroupedMm
 from data_plane.moe.mixture import MoeSchedule
+from data_plane.startup.experimental import deep_ep
+from data_plane.startup.experimental.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import moe_backends
 from harness.gpu_stand_ins.published_packages import deep_ep as package
 from harness.gpu_stand_ins.published_packages import deep_gemm
 from harness.kernels.kernel_cases import ExpertCase, in_fp8, visited
 from harness.kernels.slow_references import ReferenceGemm, group_rows, ungroup_rows
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 
@@ -122,9 +124,9 @@ def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
         expert_TK >= 7, -1
     )  # a group of one: all other experts do not exist
     live_T = torch.arange(20) % 4 != 1
-    exchange = DeepEpExchange.open(
-        None, num_instances=1, num_experts=7, hidden_size=48, max_rows=32, package=package
-    )
+    cluster = ClusterConfig(num_instances=1, bounds=BoundsConfig(max_rows=32))
+    model = SimpleNamespace(num_experts=7, hidden_size=48)
+    exchange = DeepEpExchange.open(None, cluster, model, package)
     experts = GroupedExperts(GroupedMm(), case.place_E, *case.weights)
     dispatched = exchange.dispatch(x_TX, expert_TK, weight_TK, live_T)
     exchange.run_experts(dispatched, experts)
@@ -135,15 +137,12 @@ def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
     assert normed_TX.equal(rms_norm(y_TX, norm_X, 1e-6))
 
 
-SITE = {
-    "device": torch.device("cuda"), "dtype": torch.bfloat16, "hidden_size": 7168,
-    "num_experts": 256, "num_experts_per_token": 8, "num_instances": 32, "max_rows": 128,
-}  # fmt: skip
+SIZES = {"hidden_size": 7168, "num_experts": 256, "num_experts_per_token": 8}
+SITE = {"dtype": torch.bfloat16, "num_instances": 32, "max_rows": 128}
 
 
 @pytest.mark.parametrize(("what", "words"), [
     ({}, None),
-    ({"device": torch.device("cpu")}, "runs on the CPU"),
     ({"dtype": torch.float32}, "carries bfloat16"),
     ({"hidden_size": 1024}, "hidden size is 1024"),
     ({"num_experts_per_token": 12}, "at most 11"),
@@ -153,12 +152,14 @@ SITE = {
 ])  # fmt: skip
 def test_what_deep_ep_cannot_serve_is_named(monkeypatch, what, words):
     monkeypatch.setattr(deep_ep, "find_spec", lambda name: name)
-    obstacle = deep_ep_obstacle(**(SITE | what), environment={})
+    site = SITE | SIZES | what
+    model = SimpleNamespace(**{name: site.pop(name) for name in SIZES})
+    obstacle = deep_ep_obstacle(model=model, **site, environment={})
     assert words in obstacle if words else obstacle == ""
 
 
 def test_an_absent_deep_ep_is_a_sentence():
-    assert "deep_ep is not installed" in deep_ep_obstacle(**SITE, environment={})
+    assert "deep_ep is not installed" in deep_ep_obstacle(model=None, **SITE, environment={})
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -182,15 +183,18 @@ def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_
     model = ModelConfig.from_folder(tiny_checkpoint)
     assert expert_backend("auto", CPU, torch.float32, 8, 8)[0] is None
     assert "runs on the CPU" in expert_backend("auto", CPU, torch.float32, 8, 8)[1]
-    site = (CPU, torch.float32, model, 4, 64)
     obstacle = "it needs native kernels"
-    assert dispatch_backend("auto", *site, obstacle).startswith("exchange, because not deep_ep: ")
+    by_default = str(dispatch_backend("auto", model, obstacle, {}))
+    assert by_default.startswith("exchange, because not deep_ep: it needs NVIDIA GPUs")
     with pytest.raises(ValueError, match="dispatch_backend is deep_ep: it needs NVIDIA GPUs"):
-        dispatch_backend("deep_ep", *site, obstacle)
+        dispatch_backend("deep_ep", model, obstacle, {})
     with pytest.raises(ValueError, match=f"dispatch_backend is fused: {obstacle}"):
-        dispatch_backend("fused", *site, obstacle)
-    assert dispatch_backend("auto", *site, "").startswith("fused, because kernels are native")
-    assert dispatch_backend("exchange", *site, "") == "exchange, as configured"
+        dispatch_backend("fused", model, obstacle, {})
+    fused = "fused, because kernels are native: a layer's mixture is one call"
+    assert str(dispatch_backend("auto", model, "", {})) == fused
+    assert str(dispatch_backend("exchange", model, "", {})) == "exchange, as configured"
+    by_package = str(dispatch_backend("auto", model, obstacle, {"deep_ep": str}))
+    assert by_package == "deep_ep, because it can serve here"
     for name in ("grouped_mm", "triton", "deep_gemm"):
         with pytest.raises(ValueError, match=f"expert_backend is {name}: it needs an NVIDIA GPU"):
             expert_backend(name, CPU, torch.float32, 8, 8)

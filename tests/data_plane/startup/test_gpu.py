@@ -61,8 +61,8 @@ def test_deep_ep_has_no_redundant_slots():
     gpu = pytest.importorskip("data_plane.startup.gpu")
     cluster = ClusterConfig(num_instances=4, instances_per_node=4, redundant_experts=2)
     model = SimpleNamespace(num_experts=8)
-    names = ("exchange", "nixl_ep", "deep_ep")
-    assert [gpu._num_slots(cluster, model, name) for name in names] == [4, 4, 0]
+    assert [each.has_terms for each in gpu.DISPATCHES.values()] == [False, True]
+    assert [gpu._num_slots(cluster, model, has_terms) for has_terms in (True, False)] == [4, 0]
 
 
 def test_members_on_gpus_see_all_of_them():

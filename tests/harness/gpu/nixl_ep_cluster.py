@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from data_plane.moe.gpu.nixl_ep import NixlEpExchange
+from data_plane.startup.experimental.nixl_ep import NixlEpExchange
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.gpu.gpu_cluster import GpuCluster

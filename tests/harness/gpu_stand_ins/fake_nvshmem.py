@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from data_plane.transport.gpu.nvshmem import _Attributes
+from data_plane.startup.experimental.nvshmem import _Attributes
 from data_plane.transport.gpu.peer_memory import PeerMemory
 
 

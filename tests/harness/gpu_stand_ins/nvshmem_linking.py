@@ -18,7 +18,7 @@ def linked():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
+    from data_plane.startup.experimental.nvshmem_put import forward_kernel, link_options
 
     kinds = dict.fromkeys(("peer_ptr", "epoch_ptr", "error_ptr"), "*i64")
     kinds |= {"count_ptr": "*i32", "place_ptr": "*i64", "instance": "i32", "ahead": "i32"}

@@ -190,7 +190,7 @@ def network(weak):
     from triton.runtime.interpreter import InterpreterBuilder as Builder
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
-    from data_plane.transport.gpu import nvshmem_put
+    from data_plane.startup.experimental import nvshmem_put
 
     declared = nvshmem_put._put_signal_block
     extern, load, access = (
@@ -231,11 +231,16 @@ def apart(places, node_of=None):
     node_of: the node of each; None: each has its own.
     """
     everyone = range(places.num_instances)
+    from data_plane.startup.experimental.nvshmem_put import put_far
+
     node_of = node_of or everyone
     made = [torch.zeros(places.num_bytes, dtype=torch.uint8) for _ in everyone]
     return [
         PeerMemory(
-            i, [made[j].data_ptr() if node_of[i] == node_of[j] else FAR for j in everyone], made[i]
+            i,
+            [made[j].data_ptr() if node_of[i] == node_of[j] else FAR for j in everyone],
+            made[i],
+            put_far=put_far,
         )
         for i in everyone
     ]

@@ -13,11 +13,12 @@ from control_plane.scheduler.windows.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.gpu.all_to_all_gpu import GpuExpertExchange
 from data_plane.moe.gpu.pairs import lay_out
+from data_plane.startup.experimental.nvshmem import NvshmemMemory, load_nvshmem
+from data_plane.startup.experimental.nvshmem_put import forwarding_module
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.cuda_runtime import load_runtime
 from data_plane.transport.gpu.ipc_memory import IpcMemory
-from data_plane.transport.gpu.nvshmem import NvshmemMemory, load_nvshmem
 from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
@@ -111,7 +112,7 @@ class ExchangeCase:
         self.members = {}
         for memory in memories:
             self.members[memory.instance] = GpuExchange(
-                self.places, torch.device(device), timeout_ms, FAR in memory.addresses
+                self.places, torch.device(device), timeout_ms
             )
             self.members[memory.instance].attach(memory)
         self.all_to_all, self.experts = {}, {}
@@ -333,7 +334,7 @@ def run_process(instance, num_instances, store_path, device, num_layers, by_nvsh
             has_experts=True, is_packed=by_nvshmem,
         )  # fmt: skip
         if nvshmem is not None:
-            nvshmem.initialise(case.members[instance].forwarding_module())
+            nvshmem.initialise(forwarding_module(case.members[instance]))
             dist.barrier()
         generator = torch.Generator().manual_seed(0)
         for _ in range(num_layers):

@@ -8,9 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from data_plane.transport.exchange import ExchangeTimeout, Term, TermOver
-from data_plane.transport.gpu import nvshmem, nvshmem_put
-from data_plane.transport.gpu.nvshmem import (
+from data_plane.startup.experimental import nvshmem, nvshmem_put
+from data_plane.startup.experimental.nvshmem import (
     Nvshmem,
     NvshmemError,
     NvshmemMemory,
@@ -18,6 +17,7 @@ from data_plane.transport.gpu.nvshmem import (
     nvshmem_choice,
     nvshmem_obstacle,
 )
+from data_plane.transport.exchange import ExchangeTimeout, Term, TermOver
 from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments

@@ -16,9 +16,9 @@ import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.moe.backend import dispatch_backend
-from data_plane.moe.gpu import nixl_ep
-from data_plane.moe.gpu.nixl_ep import nixl_ep_obstacle
 from data_plane.native.receiver import receive_puts
+from data_plane.startup.experimental import nixl_ep
+from data_plane.startup.experimental.nixl_ep import nixl_ep_obstacle
 from data_plane.startup.shared_parts import moe_backends
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.tcp.server import TcpSegmentServer
@@ -198,16 +198,13 @@ def test_a_wait_until_a_peer_has_read_ends_too(members, what, error):
             read.result(10)
 
 
-SITE = {
-    "device": GPU, "dtype": torch.bfloat16, "hidden_size": 7168, "num_experts_per_token": 8,
-    "num_instances": 32, "max_rows": 128,
-}  # fmt: skip
+SIZES = {"hidden_size": 7168, "num_experts_per_token": 8}
+SITE = {"dtype": torch.bfloat16, "num_instances": 32, "max_rows": 128}
 
 
 @pytest.mark.parametrize(("what", "words"), [
     ({}, None),
     ({"num_instances": 6}, None),
-    ({"device": torch.device("cpu")}, "runs on the CPU"),
     ({"dtype": torch.float32}, "carries bfloat16"),
     ({"hidden_size": 1024}, "hidden size is 1024"),
     ({"num_experts_per_token": 17}, "at most 16"),
@@ -216,31 +213,33 @@ SITE = {
 ])  # fmt: skip
 def test_what_nixl_ep_cannot_serve_is_named(monkeypatch, what, words):
     monkeypatch.setattr(nixl_ep, "_package_obstacle", lambda: "")
-    obstacle = nixl_ep_obstacle(**SITE | what)
+    site = SITE | SIZES | what
+    model = SimpleNamespace(**{name: site.pop(name) for name in SIZES})
+    obstacle = nixl_ep_obstacle(model=model, **site)
     assert words in obstacle if words else obstacle == ""
 
 
 def test_an_absent_package_and_one_for_another_torch_are_sentences(monkeypatch, tmp_path):
     monkeypatch.setattr(nixl_ep, "find_spec", lambda name: None)
-    assert "NIXL-EP is not installed" in nixl_ep_obstacle(**SITE)
+    site = SITE | {"model": SimpleNamespace(**SIZES)}
+    assert "NIXL-EP is not installed" in nixl_ep_obstacle(**site)
     for version in ("212", "213"):
         (tmp_path / f"nixl_ep_cpp_torch{version}.cpython-311-x86_64-linux-gnu.so").touch()
     spec = SimpleNamespace(name="nixl_ep_cu13", origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(nixl_ep, "find_spec", lambda name: spec)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    obstacle = nixl_ep_obstacle(**SITE)
+    obstacle = nixl_ep_obstacle(**site)
     assert "nixl_ep_cu13 has no build for torch 2.11.0+cu130, only nixl_ep_cpp_torch212" in obstacle
     monkeypatch.setattr(torch, "__version__", "2.12.1")
-    assert nixl_ep_obstacle(**SITE) == ""
+    assert nixl_ep_obstacle(**site) == ""
 
 
 def test_nixl_ep_is_taken_by_name_only_and_between_nodes_too(tiny_checkpoint, monkeypatch):
     model = replace(ModelConfig.from_folder(tiny_checkpoint), hidden_size=2048)
-    site = torch.device("cpu"), torch.bfloat16, model, 4, 64, "it needs native kernels"
+    site = model, "it needs native kernels"
     with pytest.raises(ValueError, match="dispatch_backend is nixl_ep: it needs NVIDIA GPUs"):
-        dispatch_backend("nixl_ep", *site)
-    monkeypatch.setattr(nixl_ep, "_package_obstacle", lambda: "")
-    assert dispatch_backend("auto", GPU, *site[1:]).startswith("exchange")
+        dispatch_backend("nixl_ep", *site, {})
+    assert dispatch_backend("auto", *site, {"nixl_ep": str}).name == "exchange"
     for exchange in ("auto", "nvshmem"):
         data_plane = DataPlaneConfig(
             device="cuda",
@@ -251,7 +250,7 @@ def test_nixl_ep_is_taken_by_name_only_and_between_nodes_too(tiny_checkpoint, mo
         )
         config = Config(data_plane=data_plane)
         assert config.recovers == (exchange == "auto")
-        chosen = moe_backends(config, model, range(8), GPU, "")
+        chosen = moe_backends(config, model, range(8), GPU, "", {"nixl_ep": str})
         assert chosen.dispatch == "nixl_ep"
         assert "dispatch: nixl_ep, as configured" in chosen.sentences
 

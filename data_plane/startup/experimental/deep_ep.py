@@ -7,8 +7,10 @@ parity at every call, so a graph captures whole pairs of them. A call sends, its
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_plane.model.config import ModelConfig
+from data_plane.moe.gpu.all_to_all_gpu import GpuMixtures
+from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.gpu.grouped import GroupedExperts
+from data_plane.step.gpu import GpuStep
+from data_plane.transport.segments import Segments
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
 from nanocp.values.experts import ExpertTable
 
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -90,58 +99,75 @@ class DeepEpExchange(LowLatencyExchange):
 
     @classmethod
     def open(
-        cls,
-        group: Any,
-        *,
-        num_instances: int,
-        num_experts: int,
-        hidden_size: int,
-        max_rows: int,
-        package: Any = None,
+        cls, group: Any, cluster: ClusterConfig, model: ModelConfig, package: Any = None
     ) -> DeepEpExchange:
         """Allocate the buffer, together with every instance, before any capture."""
+        num_instances, max_rows = cluster.num_instances, cluster.bounds.max_rows
+        num_qps = model.num_experts // num_instances
         buffer_class = (package or import_module("deep_ep")).Buffer
         num_bytes = buffer_class.get_low_latency_rdma_size_hint(
-            max_rows, hidden_size, num_instances, num_experts
+            max_rows, model.hidden_size, num_instances, model.num_experts
         )
-        buffer = buffer_class(
-            group,
-            0,
-            num_bytes,
-            low_latency_mode=True,
-            num_qps_per_rank=num_experts // num_instances,
-        )
-        return cls(buffer, num_experts, max_rows)
+        buffer = buffer_class(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_qps)
+        return cls(buffer, model.num_experts, max_rows)
 
     def place_experts(self, table: ExpertTable) -> None:
         """Refuse: DeepEP computes the instance of an expert from its number."""
         raise ValueError("DeepEP cannot move experts; dispatch_backend exchange can")
 
 
+@dataclass(slots=True)
+class DeepEpEnd:
+    """DeepEP's part in the only term of an instance's step."""
+
+    segments: Segments
+    instance: int
+    cluster: ClusterConfig
+    model: ModelConfig
+    limits: LimitsConfig
+    step: GpuStep
+    weights: GpuWeights
+
+    def begin_term(self, _seats: Sequence[int]) -> None:
+        """Open the buffers; instances meet in a file, so no port must be free."""
+        import torch.distributed as dist
+
+        path = f"{tempfile.gettempdir()}/nanocp-{self.segments.cluster_id}-group"
+        num_instances = self.cluster.num_instances
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(path, num_instances),  # type: ignore[attr-defined]
+            rank=self.instance,
+            world_size=num_instances,
+            timeout=timedelta(milliseconds=self.limits.start_timeout_ms),
+        )
+        all_to_all = DeepEpExchange.open(dist.group.WORLD, self.cluster, self.model)
+        self.step.mixture = GpuMixtures(all_to_all, self.model, self.weights)
+        if self.instance == 0:
+            os.unlink(path)
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
 def deep_ep_obstacle(
-    device: torch.device,
     dtype: torch.dtype,
-    *,
-    hidden_size: int,
-    num_experts: int,
-    num_experts_per_token: int,
+    model: ModelConfig,
     num_instances: int,
     max_rows: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return why DeepEP cannot serve here; empty if it can."""
-    if device.type != "cuda":
-        return "it needs NVIDIA GPUs, and this instance runs on the CPU"
+    """Return why DeepEP cannot serve on GPUs here; empty if it can."""
     if find_spec("deep_ep") is None:
         return (
             "the package deep_ep is not installed (pip install --no-build-isolation '.[deep_ep]')"
         )
-    per_token = num_experts_per_token, _MAX_EXPERTS_PER_TOKEN
-    obstacle = rows_obstacle(dtype, hidden_size, _HIDDEN_SIZES, per_token, max_rows * num_instances)
+    num_rows = max_rows * num_instances
+    obstacle = rows_obstacle(dtype, model, _HIDDEN_SIZES, _MAX_EXPERTS_PER_TOKEN, num_rows)
     if obstacle:
         return obstacle
-    if num_experts % num_instances:
-        return f"{num_experts} experts cannot be shared evenly by {num_instances} instances"
+    if model.num_experts % num_instances:
+        return f"{model.num_experts} experts cannot be shared evenly by {num_instances} instances"
     depth = int(environment.get("NVSHMEM_QP_DEPTH", _DEFAULT_QP_DEPTH))
     if depth < 2 * (max_rows + 1):
         return (
@@ -151,20 +177,16 @@ def deep_ep_obstacle(
 
 
 def rows_obstacle(
-    dtype: torch.dtype,
-    hidden_size: int,
-    hidden_sizes: Sequence[int],
-    per_token: tuple[int, int],
-    num_rows: int,
+    dtype: torch.dtype, model: ModelConfig, sizes: Sequence[int], max_per_token: int, num_rows: int
 ) -> str:
     """Return why low-latency kernels cannot carry such rows; empty if they can."""
     if dtype != torch.bfloat16:
         return f"it carries bfloat16, not {dtype}"
-    if hidden_size not in hidden_sizes:
-        sizes = ", ".join(map(str, hidden_sizes))
-        return f"the model's hidden size is {hidden_size}; its kernels are compiled for {sizes}"
-    if per_token[0] > per_token[1]:
-        return f"a row visits {per_token[0]} experts; it takes at most {per_token[1]}"
+    if (size := model.hidden_size) not in sizes:
+        compiled = ", ".join(map(str, sizes))
+        return f"the model's hidden size is {size}; its kernels are compiled for {compiled}"
+    if (num := model.num_experts_per_token) > max_per_token:
+        return f"a row visits {num} experts; it takes at most {max_per_token}"
     if num_rows % 4:
         return f"max_rows times the number of instances is {num_rows}, no multiple of 4"
     return ""

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import FAR
 
 SET = tl.constexpr(9)
@@ -112,6 +114,20 @@ def device_library() -> Path | None:
     folders = package.submodule_search_locations if package else None
     paths = [Path(folder) / "lib" / _LIBRARY for folder in folders or ()]
     return next((path for path in paths if path.exists()), None)
+
+
+def put_far(num_instances: int, *arguments: Any) -> None:
+    """Launch forward_kernel; arguments: of GpuExchange.forwarding."""
+    forward_kernel[(num_instances,)](*arguments, **link_options())
+
+
+def forwarding_module(exchange: GpuExchange) -> int:
+    """Load the kernel of puts to far peers, and return its CUDA module."""
+    arguments = exchange.forwarding(Channel.Q, exchange.done(Channel.Q))
+    kernel = forward_kernel.warmup(*arguments, grid=(1,), **link_options())
+    _ = kernel.run  # loads it
+    module: int = kernel.module
+    return module
 
 
 @cache

@@ -1,9 +1,9 @@
 """Dispatch and combine by NIXL-EP's low-latency kernels, an all_to_all_gpu.GpuAllToAll with terms.
 
-Experimental: no card has run this (docs/decisions/0066). Public signatures:
-tests/harness/gpu_stand_ins/nixl_ep_stand_in.py. All terms share one buffer, for graphs. A mask on
-the device names the unconnected instances, so a lone one can capture steps. NIXL-EP computes an
-expert's instance from its number, so rows carry its slot's: seat * slots of a seat + slot.
+Public signatures: tests/harness/gpu_stand_ins/nixl_ep_stand_in.py. All terms share one buffer, for
+graphs (docs/decisions/0066). A mask on the device names the unconnected instances, so a lone one
+can capture steps. NIXL-EP computes an expert's instance from its number, so rows carry its slot's:
+seat * slots of a seat + slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
-from data_plane.moe.gpu.deep_ep import LowLatencyExchange, rows_obstacle
+from data_plane.moe.gpu.all_to_all_gpu import GpuMixtures
+from data_plane.moe.gpu.gpu_weights import GpuWeights
+from data_plane.startup.experimental.deep_ep import LowLatencyExchange, rows_obstacle
+from data_plane.step.gpu import GpuStep
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
@@ -128,6 +131,21 @@ class NixlEpExchange(LowLatencyExchange):
         return self._number_E[expert_BK]
 
 
+def open_nixl_ep(
+    segments: Segments,
+    instance: int,
+    cluster: ClusterConfig,
+    model: ModelConfig,
+    limits: LimitsConfig,
+    step: GpuStep,
+    weights: GpuWeights,
+) -> NixlEpExchange:
+    """Let a step's mixtures go by NIXL-EP."""
+    own = NixlEpExchange(segments, instance, cluster, model, limits, step.logits.device)
+    step.mixture, step.check_mixture = GpuMixtures(own, model, weights), own.check
+    return own
+
+
 class _TermMetadata:
     """A TCPStore for NIXL-EP: metadata in descriptions of segments, so waits end with the term."""
 
@@ -203,20 +221,11 @@ def _left_ms(deadline: float) -> float:
 
 
 def nixl_ep_obstacle(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    hidden_size: int,
-    num_experts_per_token: int,
-    num_instances: int,
-    max_rows: int,
+    dtype: torch.dtype, model: ModelConfig, num_instances: int, max_rows: int
 ) -> str:
-    """Return why NIXL-EP cannot serve here; empty if it can."""
-    if device.type != "cuda":
-        return "it needs NVIDIA GPUs, and this instance runs on the CPU"
-    per_token = num_experts_per_token, _MAX_EXPERTS_PER_TOKEN
+    """Return why NIXL-EP cannot serve on GPUs here; empty if it can."""
     obstacle = _package_obstacle() or rows_obstacle(
-        dtype, hidden_size, _HIDDEN_SIZES, per_token, max_rows * num_instances
+        dtype, model, _HIDDEN_SIZES, _MAX_EXPERTS_PER_TOKEN, max_rows * num_instances
     )
     if obstacle:
         return obstacle

@@ -1,7 +1,6 @@
 """NVSHMEM's host calls: memory that GPUs of every node write, for the one term of its instances.
 
-Experimental: no two nodes have run this (docs/decisions/0064). NVSHMEM's members are fixed, and it
-ends the process when one is lost.
+NVSHMEM's members are fixed, and it ends the process when one is lost (docs/decisions/0064).
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import Any
 import psutil
 import torch
 
+from data_plane.startup.experimental.nvshmem_put import device_library, forwarding_module, put_far
 from data_plane.transport.exchange import ExchangeTimeout
-from data_plane.transport.gpu.nvshmem_put import device_library
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
@@ -150,7 +150,7 @@ class NvshmemMemory:
                 self._places.num_bytes, dtype=torch.uint8, device=self._device
             )
             addresses[self._instance] = self._alone.data_ptr()
-            return PeerMemory(self._instance, addresses)
+            return PeerMemory(self._instance, addresses, put_far=put_far)
         if self._has_begun or len(seats) != num_instances:
             raise ValueError(
                 "exchange_backend is nvshmem, whose instances are fixed at the start: the service "
@@ -166,7 +166,7 @@ class NvshmemMemory:
         address = self._bounded(lambda: self._nvshmem.allocate(self._places.num_bytes))
         for seat in seats:
             addresses[seat] = self._nvshmem.address_at(address, seat) or FAR
-        return PeerMemory(self._instance, addresses)
+        return PeerMemory(self._instance, addresses, put_far=put_far)
 
     def leave(self) -> None:
         """Do nothing: memory goes with the process, since freeing it takes all instances."""
@@ -210,6 +210,28 @@ class NvshmemMemory:
             f"NVSHMEM did not start on all {self._places.num_instances} instances in "
             f"{self._limits.start_timeout_ms} ms"
         )
+
+
+class NvshmemEnd:
+    """NVSHMEM's part in the only term, and the memory of an instance's lanes."""
+
+    def __init__(
+        self, segments: Segments, instance: int, lanes: Sequence[GpuExchange], limits: LimitsConfig
+    ) -> None:
+        self._nvshmem, self._exchange = load_nvshmem(segments.address), lanes[0]
+        self.memories = [
+            NvshmemMemory(self._nvshmem, segments, instance, lane.places, limits, lane.table.device)
+            for lane in lanes
+        ]
+
+    def begin_term(self, _seats: Sequence[int]) -> None:
+        """Initialise its kernels: captures loaded them before NVSHMEM started."""
+        # A lone instance does not start it.
+        if self._nvshmem.is_started:
+            self._nvshmem.initialise(forwarding_module(self._exchange))
+
+    def leave(self) -> None:
+        """Do nothing."""
 
 
 def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.environ) -> Nvshmem:
