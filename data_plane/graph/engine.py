@@ -54,10 +54,7 @@ class GraphEngine:
         return self._pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Capture every bucket, largest first; returns their number.
-
-        `progress(done, total)` is called after each.
-        """
+        """Capture every bucket, largest first, with `progress(done, total)`; return how many."""
         buckets = self._buckets.all()
         for done, bucket in enumerate(buckets, start=1):
             self._steps[bucket] = self._capture(self._pool.context(bucket))
@@ -82,10 +79,7 @@ class GraphEngine:
         self.next_step()()
 
     def next_step(self) -> Callable[[], None]:
-        """Return the captured call of the next step's bucket.
-
-        A window's first step adopts the staged tables.
-        """
+        """Return the next step's captured call; a window's first adopts the staged tables."""
         if self._is_staged:
             self.adopt()
             self._step = self._steps[self.bucket]

@@ -164,10 +164,7 @@ class Pages(Protocol):
         """
 
     def send_pages(self) -> None:
-        """Write the pages to send into the receivers' rings, as far as there is room.
-
-        Does not wait for room.
-        """
+        """Write pages into the receivers' rings as far as there is room, without waiting."""
 
     @property
     def is_moving_pages(self) -> bool:

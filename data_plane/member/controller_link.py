@@ -121,10 +121,7 @@ class ControllerLink:
         self.term.go_on()
 
     def send(self, message: Said, term: int = 0) -> None:
-        """Queue a message to the controller, of this term if it belongs to one.
-
-        Raises ControllerLost if the controller leaves too many unread.
-        """
+        """Queue a message, of this term if it has one. Raises ControllerLost if too many wait."""
         try:
             self._outbox.put_nowait(Envelope(message, term))
         except Full:

@@ -176,10 +176,7 @@ def _publish_linear_layers(config: dict[str, Any]) -> None:
 
 
 def write_tokenizer(path: Path, vocab_size: int, texts: Sequence[str]) -> None:
-    """Write a byte-level BPE tokenizer, learnt from texts: every text round-trips.
-
-    bos is 0, eos is 1.
-    """
+    """Write a byte-level BPE tokenizer, learnt from texts: bos is 0, eos is 1."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -91,18 +91,12 @@ def native_library(is_bf16: bool, wanted: str = "") -> tuple[ctypes.CDLL, str]:
 
 
 def puts_library() -> ctypes.CDLL:
-    """Return the library of puts through the exchange, built at first use.
-
-    Raises NativeUnavailable.
-    """
+    """Return the library of puts through the exchange. Raises NativeUnavailable."""
     return _load(_PUTS, ())
 
 
 def receiver_library() -> ctypes.CDLL:
-    """Return the library that receives puts by TCP, built at first use.
-
-    Raises NativeUnavailable.
-    """
+    """Return the library that receives puts by TCP. Raises NativeUnavailable."""
     return _load(_RECEIVER, ())
 
 

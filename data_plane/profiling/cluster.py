@@ -70,10 +70,7 @@ class MeasuringCluster:
         self._pipes = pipes
 
     def measure(self, batch: Batch, num_steps: int) -> list[PhaseTimes]:
-        """Run the batch on all instances in lock-step; return each one's median step.
-
-        Raises RuntimeError if an instance fails.
-        """
+        """Run the batch in lock-step; return each instance's median step. Raises RuntimeError."""
         return self._ask("measure", batch, num_steps)
 
     def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float = 0.0) -> LaneTimes:

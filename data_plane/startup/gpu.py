@@ -52,10 +52,7 @@ _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
 def build_gpu_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """Build an instance on this machine's GPU, as startup.instance.build_instance says.
-
-    Raises ValueError also for a configured backend that cannot run here.
-    """
+    """Build an instance on this GPU. Raises ValueError for a backend that cannot run here."""
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config.data_plane)
     _set_queues(cluster, os.environ)
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))

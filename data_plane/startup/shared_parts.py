@@ -29,10 +29,7 @@ from nanocp.config.whole import Config
 
 
 def bucket_table(config: Config) -> BucketTable:
-    """Make the table of captured batch shapes.
-
-    Raises ValueError if row_buckets does not end at max_rows.
-    """
+    """Make captured batch shapes. Raises ValueError if row_buckets does not end at max_rows."""
     bounds, data_plane = config.cluster.bounds, config.data_plane
     widths, num_instances = range(1, 2), 0
     if data_plane.device == "cuda":

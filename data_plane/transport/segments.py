@@ -113,10 +113,7 @@ class Segments:
         return self._server.address if self._server is not None else ""
 
     def meet(self, peers: Sequence[Peer | None]) -> None:
-        """Take the places of all instances of the term, None for others.
-
-        Without this call, all are on this node.
-        """
+        """Take the term's places, None for other instances; else all are on this node."""
         self._peers = peers
 
     def is_there(self, instance: int) -> bool:

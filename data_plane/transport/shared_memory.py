@@ -54,10 +54,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def segment_name(cluster_id: str, term: int, kind: str, instance: int) -> str:
-    """Return the name of an instance's segment of a kind, in a term.
-
-    Raises ValueError on an unusable cluster id.
-    """
+    """Return a segment's name in a term. Raises ValueError on an unusable cluster id."""
     if not _CLUSTER_ID.fullmatch(cluster_id):
         raise ValueError(
             f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'"

@@ -61,10 +61,7 @@ _Block = list[tuple[_Region, ...]]
 
 
 class ShmExchange(Exchange):
-    """One instance's end of the exchange, for one thread; an exchange.Exchange.
-
-    `create` makes one; it can put and wait after `connect`.
-    """
+    """One instance's end of the exchange, for one thread: `create`, then `connect`."""
 
     def __init__(
         self,

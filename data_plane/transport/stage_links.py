@@ -49,7 +49,4 @@ class StageLinks(Protocol):
         """Send from the last stage to the first; they may be one stage."""
 
     def receive_tokens(self) -> PassTokens | None:
-        """Return the next message of the last stage, or None if it has not come.
-
-        Raises PeerLost as `receive_hidden` does.
-        """
+        """Return the last stage's next message or None. Raises PeerLost as `receive_hidden`."""

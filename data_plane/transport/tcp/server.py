@@ -52,10 +52,7 @@ class _Attached(NamedTuple):
 
 
 class TcpSegmentServer:
-    """Lets writers on other nodes attach to segments of this process, by a thread a connection.
-
-    `address` is its host:port.
-    """
+    """Lets writers on other nodes attach to this process's segments; `address` is host:port."""
 
     def __init__(self, host: str, receiver: Receiver) -> None:
         """Listen on a free port of this host's address. Raises OSError if that is impossible."""
