@@ -49,7 +49,7 @@ MODULES = {
 }
 MAX_METHODS = 25
 MAX_METHODS_WITH_BASES = 41
-MAX_ATTRIBUTES = 33
+MAX_ATTRIBUTES = 24
 """Attributes that a class and its bases set of themselves."""
 MAX_WHOLE_CONFIGS = 21
 """Files that have a function which takes the whole Config instead of its sections."""

@@ -94,7 +94,6 @@ class FrontEnd:
         self._index = index
         self._losing: set[int] = set()
         """Requests that have lost tokens, and will be submitted again."""
-        self._drain_timeout_s = config.limits.drain_timeout_ms / 1000
         self._address: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="front end", daemon=True)
 
@@ -149,8 +148,9 @@ class FrontEnd:
         """
         if not self._thread.is_alive():
             return True
-        drain = asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
-        return await_drains([drain], self._drain_timeout_s, lambda s: report(self.num_open, s))
+        timeout_s = self._config.limits.drain_timeout_ms / 1000
+        drain = asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop)
+        return await_drains([drain], timeout_s, lambda s: report(self.num_open, s))
 
     @property
     def num_open(self) -> int:
@@ -215,7 +215,7 @@ class FrontEnd:
         if self._http:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len, self._config)
-        keys = self._keys = ApiKeys(service.api_keys, service.api_keys_file)
+        keys = ApiKeys(service.api_keys, service.api_keys_file)
         server = grpc.aio.server(interceptors=(AdmitCalls(keys),), options=options)
         port = members_port.add_port(
             server,
@@ -229,7 +229,7 @@ class FrontEnd:
         members, self.members_address = members_port.bind(
             service, self._member_secrets, 1 + self._index
         )
-        await self._add_services(server)
+        await self._add_services(server, keys)
         sink = TokenSinkServicer(self._streams, self._config.cluster)
         members.add_generic_rpc_handlers((sink.methods(),))
         await server.start()
@@ -251,7 +251,7 @@ class FrontEnd:
             # A server that is not stopped before its loop ends hangs the process at exit.
             await asyncio.gather(server.stop(_CLOSE_GRACE_S), members.stop(_CLOSE_GRACE_S))
 
-    async def _add_services(self, server: grpc.aio.Server) -> None:
+    async def _add_services(self, server: grpc.aio.Server, keys: ApiKeys) -> None:
         limits = self._config.limits
         cluster = self._config.cluster
         self._streams = ClientStreams(
@@ -269,7 +269,7 @@ class FrontEnd:
         )
         self._open_requests = OpenRequests(self._streams, self._limits, self._tokenizer, max_open)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self._open_requests, self._keys), server
+            InferenceServicer(self._open_requests, keys), server
         )
         dtype, policy = self._config.data_plane.dtype, self._config.scheduler.policy
         self._control = ControlServicer(cluster, dtype, policy, self._open_requests, self._streams)

@@ -89,10 +89,10 @@ class OpenRequest:
         self.request_id = request_id
         """The id that the client gave, or that was made."""
         self.prompt_ids = choices[0].prompt_ids
-        self.texts_before = {choice.index: choice.text_before for choice in choices}
+        self.texts_before = {stream.choice.index: stream.choice.text_before for stream in choices}
         """Text that a resuming client has, by choice."""
         self._first = choices[0]
-        self._open = {choice.index: choice for choice in choices}
+        self._open = {stream.choice.index: stream for stream in choices}
         self._changed = choices[0].changed
         self._silent_eos_id = silent_eos_id
         self._constraint_field = constraint_field
@@ -132,8 +132,8 @@ class OpenRequest:
                     raise RequestError(ended.reason, ended.message)
                 self._changed.clear()
                 left_s = None
-                if asking.first_token_s is not None:
-                    left_s = asking.first_token_s + _LATE_PROMPT_LOGPROBS_S - time.monotonic()
+                if asking.times.first_token_s is not None:
+                    left_s = asking.times.first_token_s + _LATE_PROMPT_LOGPROBS_S - time.monotonic()
                 try:
                     async with asyncio.timeout(left_s):
                         await self._changed.wait()
@@ -148,25 +148,25 @@ class OpenRequest:
 
     def _collect(self) -> None:
         for index, stream in list(self._open.items()):
-            token_ids = stream.take_new()
-            text = stream.text.take_new() if stream.text else ""
+            token_ids, output = stream.take_new(), stream.output
+            text = stream.choice.text.take_new() if stream.choice.text else ""
             finish = None
-            if stream.finish_reason is FinishReason.INVALID:
+            if output.finish_reason is FinishReason.INVALID:
                 sentence = (
                     f"{self._constraint_field} cannot be followed further than "
-                    f"{len(stream.output_ids) - 1} tokens: nothing may come next, or it costs too "
+                    f"{len(output.ids) - 1} tokens: nothing may come next, or it costs too "
                     "much to find what may"
                 )
                 self._error = RequestError(FinishReason.INVALID, sentence)
                 del self._open[index]
                 continue
-            if stream.finish_reason is not None:
-                text += stream.text.flush() if stream.text else ""
-                finish = _finish(stream, stream.finish_reason, self._silent_eos_id)
+            if output.finish_reason is not None:
+                text += stream.choice.text.flush() if stream.choice.text else ""
+                finish = _finish(stream, output.finish_reason, self._silent_eos_id)
                 del self._open[index]
             if token_ids or finish:
                 self._outputs.append(
-                    ChoiceOutput(index, token_ids, text, stream.take_new_logprobs(), finish)
+                    ChoiceOutput(index, token_ids, text, output.take_new_logprobs(), finish)
                 )
             if stream.ended is not None:
                 self._error = RequestError(stream.ended.reason, stream.ended.message)
@@ -306,22 +306,19 @@ class OpenRequests:
 
 
 def _finish(stream: ClientStream, reason: FinishReason, silent_eos_id: int | None) -> ChoiceFinish:
+    text, output = stream.choice.text, stream.output
     placement = stream.placement or Placement(stream.request_id, 0, 0, ())
     # The last generated token has no KV.
-    kv_split = placement.kv_split(stream.prompt_len + max(len(stream.output_ids) - 1, 0))
-    stop_reason: int | str | None = stream.text.stop_string if stream.text else None
-    if (
-        reason is FinishReason.STOP
-        and stop_reason is None
-        and stream.output_ids[-1] != silent_eos_id
-    ):
-        stop_reason = stream.output_ids[-1]
+    kv_split = placement.kv_split(stream.prompt_len + max(len(output.ids) - 1, 0))
+    stop_reason: int | str | None = text.stop_string if text else None
+    if reason is FinishReason.STOP and stop_reason is None and output.ids[-1] != silent_eos_id:
+        stop_reason = output.ids[-1]
     return ChoiceFinish(
         reason,
         stop_reason,
-        len(stream.output_ids),
+        len(output.ids),
         len(kv_split),
         placement.moe_binding,
         kv_split,
-        stream.drafts,
+        output.drafts,
     )

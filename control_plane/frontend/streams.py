@@ -1,8 +1,4 @@
-"""The open requests: their tokens in order, their placements, and how each one ends.
-
-Enters: tokens in any order and any number of times (protocol.md, ordered tokens), placements,
-preemptions, ends. Leaves: output ids in order, which are the authority, also for a later attempt;
-the end of each request. Does not know: gRPC, tokenizers, where tokens come from.
+"""The open requests: tokens enter in any order, the output in order and the end of each leave.
 
 Used from the front end's event loop only. A stop string in the text ends a request here, before its
 row stops; the controller is then asked to abort it.
@@ -12,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -31,6 +26,66 @@ _MAX_UNPLACED = 1024
 """Tokens of a request that wait for its placement."""
 _MAX_LOSSES = 3
 """Attempts in a row that may lose tokens on the way here, without a new token in order."""
+
+
+class Submissions:
+    """The way of requests to the controller: their numbers, attempts and aborts."""
+
+    def __init__(self, front_end: str, id_step: int, hashes_output: bool) -> None:
+        """front_end and hashes_output: see ClientStreams."""
+        self._front_end = front_end
+        self._hashes_output = hashes_output
+        self._id_step = id_step
+        self.request_ids = itertools.count(1, id_step)
+        """Numbers of the next requests."""
+        self._controller: ControllerInterface | None = None
+
+    def connect(self, controller: ControllerInterface, first_id: int) -> None:
+        """Send requests to this controller from now on, numbered from first_id on or later."""
+        self._controller = controller
+        # Some may have come since the controller was told the newest number.
+        self.request_ids = itertools.count(max(first_id, next(self.request_ids)), self._id_step)
+
+    @property
+    def controller(self) -> ControllerInterface:
+        """The controller of the latest `connect`."""
+        assert self._controller is not None, "requests come only after connect"
+        return self._controller
+
+    def submit(
+        self,
+        stream: ClientStream,
+        queue_timeout_us: int | None = None,
+        hashes: tuple[bytes, ...] | None = None,
+    ) -> None:
+        """Submit an attempt. Output that is there is prompt for the prefill, output for the row.
+
+        hashes: of the prompt, if there is no output. Missing prompt_logprobs are asked for.
+        """
+        received, params = stream.prompt_logprobs, stream.choice.params
+        is_asking = received is not None and len(received) < stream.prompt_len - 1
+        known_ids = (*stream.prompt_ids, *stream.output.ids)
+        penalized_ids = penalized_prompt_ids(stream.prompt_ids, params)
+        if hashes is None:
+            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
+            hashes = () if is_asking else page_hashes(known_ids)
+        row = RowInput(
+            known_ids[-1],
+            params,
+            self._front_end,
+            tuple(stream.output.ids),
+            penalized_ids,
+            stream.attempts.number,
+            *(page_state(known_ids, hashes) if self._hashes_output else ()),
+        )
+        submission = Submission(
+            stream.arrival(encode_row_input(row), () if is_asking else hashes),
+            known_ids,
+            queue_timeout_us,
+            self._front_end,
+            stream.choice.prompt_logprobs if is_asking else None,
+        )
+        self.controller.submit(submission)
 
 
 class ClientStreams:
@@ -53,14 +108,10 @@ class ClientStreams:
         rows hash the pages that they write (kv_offload).
         """
         self._is_remote = is_remote
-        self._hashes_output = hashes_output
-        self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
         self._steps_per_window = steps_per_window
-        self._controller: ControllerInterface | None = None
-        self._id_step = id_step
-        self._request_ids = itertools.count(1, id_step)
+        self._submissions = Submissions(front_end, id_step, hashes_output)
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
         """Choices that have not ended, at least one, by the client's id."""
@@ -70,9 +121,7 @@ class ClientStreams:
 
     def connect(self, controller: ControllerInterface, first_id: int = 0) -> None:
         """Send requests to this controller from now on, numbered from first_id on or later."""
-        self._controller = controller
-        # Some may have come since the controller was told the newest number.
-        self._request_ids = itertools.count(max(first_id, next(self._request_ids)), self._id_step)
+        self._submissions.connect(controller, first_id)
 
     def submit(
         self,
@@ -90,34 +139,21 @@ class ClientStreams:
         request with the client's id is running otherwise.
         """
         running = () if joins else self._by_client.get(client_id, ())
-        if any(stream.resumed >= choices[0].attempt for stream in running):
+        if any(stream.choice.attempt >= choices[0].attempt for stream in running):
             raise ValueError(
                 f"request_id {client_id!r} is running; it must be unique among running requests"
             )
         for stream in list(running):
             self._abort(stream, FinishReason.ABORTED, "the client has resumed the request")
-        changed = asyncio.Event()
+        changed, ids, steps = asyncio.Event(), self._submissions.request_ids, self._steps_per_window
         streams = [
-            ClientStream(
-                next(self._request_ids),
-                client_id,
-                prompt_ids,
-                choice,
-                origin,
-                changed,
-                self._steps_per_window,
-            )
+            ClientStream(next(ids), client_id, prompt_ids, choice, origin, changed, steps)
             for choice in choices
         ]
-        self._by_client.setdefault(client_id, []).extend(streams)
-        self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))
         hashes = page_hashes(prompt_ids)
         for stream in streams:
-            if stream.num_top is not None:
-                self._asking[stream.request_id] = stream
-            self._observer.on_submitted(stream.prompt_len)
-            self._submit(stream, queue_timeout_us, None if stream.output_ids else hashes)
+            self._open(stream, queue_timeout_us, None if stream.output.ids else hashes)
         return streams
 
     def deliver(self, instance: int, tokens: Iterable[Token]) -> None:
@@ -127,29 +163,15 @@ class ClientStreams:
         """
         for token in tokens:
             stream = self._by_request.get(token.request_id)
-            if stream is None or token.attempt != stream.attempt:
+            if stream is None or token.attempt != stream.attempts.number:
                 continue
-            if not stream.owners.may_generate(token.index, instance):
-                if self._is_remote and len(stream.unplaced) < _MAX_UNPLACED:
-                    stream.unplaced.append((instance, token))
-                    continue
-                owner = stream.owners.of(token.index)
-                raise PermissionError(
-                    f"instance {instance} delivered token {token.index} of request "
-                    f"{token.request_id}, which is at "
-                    + ("no instance" if owner is None else f"instance {owner} then")
-                )
-            self._observe(stream, stream.add(token))
-            if stream.finish_reason is not None:
-                if stream.row_runs_on:
-                    self._connected_controller.abort(stream.request_id)
-                self._forget(stream, stream.finish_reason)
-            elif len(stream.output_ids) == stream.resumes_after:
-                self._begin_attempt(stream, "preempted")
-            elif stream.num_undelivered > self._max_undelivered_tokens:
-                limit = f"max_undelivered_tokens ({self._max_undelivered_tokens})"
-                sentence = f"the client is too slow: more than {limit} tokens were not read"
-                self._abort(stream, FinishReason.REFUSED, sentence)
+            if not stream.attempts.owners.may_generate(token.index, instance):
+                self._keep_unplaced(stream, instance, token)
+                continue
+            if num_new := stream.output.add(token):
+                stream.changed.set()
+                stream.times.add_tokens(num_new, self._observer)
+            self._settle(stream)
 
     def add_prompt_logprobs(
         self, request_id: int, first: int, logprobs: Sequence[TokenLogprobs]
@@ -173,41 +195,40 @@ class ClientStreams:
         Returns that request, which fills the list of `stream`; nobody reads the token that it
         generates. It was admitted before, so the queue's caps do not refuse it.
         """
-        params = replace(stream.params, max_tokens=1, min_tokens=0)
+        asked = stream.choice
+        params = replace(asked.params, max_tokens=1, min_tokens=0)
         asking = ClientStream(
-            next(self._request_ids),
+            next(self._submissions.request_ids),
             stream.client_id,
             stream.prompt_ids,
-            Choice(params, prompt_logprobs=stream.num_top, attempt=1),
+            Choice(params, prompt_logprobs=asked.prompt_logprobs, attempt=asked.attempt),
             stream.origin,
             stream.changed,
             self._steps_per_window,
         )
-        asking.prompt_logprobs, asking.resumed = stream.prompt_logprobs, stream.resumed
-        self._by_client.setdefault(stream.client_id, []).append(asking)
-        self._by_request[asking.request_id] = self._asking[asking.request_id] = asking
-        self._observer.on_submitted(asking.prompt_len)
-        self._submit(asking)
+        asking.prompt_logprobs, asking.attempts.number = stream.prompt_logprobs, 1
+        self._open(asking)
         return asking
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
         """The request was placed, or its placement changed."""
         if stream := self._by_request.get(placement.request_id):
-            if num_cached is not None and stream.attempt == 0:
+            attempts = stream.attempts
+            if num_cached is not None and attempts.number == 0:
                 stream.num_cached = num_cached
             stream.placement = placement
-            stream.owners.placed(placement)
-            stream.placed_s = stream.placed_s or time.monotonic()
-            unplaced, stream.unplaced = stream.unplaced, []
+            attempts.owners.placed(placement)
+            stream.times.placed()
+            unplaced, attempts.unplaced = attempts.unplaced, []
             for instance, token in unplaced:
                 self.deliver(instance, [token])
 
     def preempted(self, preempted: Preempted) -> None:
         """Submit the request again when every token that it has generated is here."""
         if stream := self._by_request.get(preempted.request_id):
-            stream.was_preempted = True
-            stream.resumes_after = preempted.num_tokens - stream.prompt_len
-            if len(stream.output_ids) == stream.resumes_after:
+            stream.attempts.was_preempted = True
+            stream.attempts.resumes_after = preempted.num_tokens - stream.prompt_len
+            if len(stream.output.ids) == stream.attempts.resumes_after:
                 self._begin_attempt(stream, "preempted")
 
     def interrupted(self, cause: str = "term") -> None:
@@ -217,7 +238,7 @@ class ClientStreams:
         """
         for stream in list(self._by_request.values()):
             self._begin_attempt(stream, cause)
-        self._connected_controller.resubmitted()
+        self._submissions.controller.resubmitted()
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
         """Tokens were lost on their way: submit the request again, from those in order.
@@ -225,7 +246,7 @@ class ClientStreams:
         It fails with the sentence if that happens again and again, and no token comes.
         """
         if stream := self._by_request.get(request_id):
-            if stream.may_lose_tokens(_MAX_LOSSES):
+            if stream.attempts.may_lose_tokens(len(stream.output.ids), _MAX_LOSSES):
                 self._begin_attempt(stream, "tokens_lost")
             else:
                 self._abort(stream, FinishReason.FAILED, sentence)
@@ -233,9 +254,9 @@ class ClientStreams:
     def ended(self, ended: Ended) -> None:
         """The scheduler ended the request."""
         if stream := self._by_request.get(ended.request_id):
-            if stream.attempt:
+            if stream.attempts.number:
                 # The end may be of an attempt before the one that is on its way.
-                self._connected_controller.abort(stream.request_id)
+                self._submissions.controller.abort(stream.request_id)
             self._end(stream, ended)
 
     def abort(self, client_id: str) -> bool:
@@ -249,7 +270,7 @@ class ClientStreams:
         """Abort the choices that have not ended: their client is gone."""
         for stream in choices:
             self.give_up(stream)
-        self._observer.on_request_over(max(len(stream.output_ids) for stream in choices))
+        self._observer.on_request_over(max(len(stream.output.ids) for stream in choices))
 
     def give_up(self, stream: ClientStream) -> None:
         """Abort one request if it has not ended: nobody reads it."""
@@ -262,53 +283,50 @@ class ClientStreams:
         for stream in list(self._by_request.values()):
             self._abort(stream, FinishReason.FAILED, sentence)
 
-    @property
-    def _connected_controller(self) -> ControllerInterface:
-        assert self._controller is not None, "requests come only after connect"
-        return self._controller
-
-    def _begin_attempt(self, stream: ClientStream, cause: str) -> None:
-        """Submit the request again, with the tokens that are in order."""
-        stream.begin_attempt(cause)
-        self._submit(stream)
-
-    def _submit(
+    def _open(
         self,
         stream: ClientStream,
         queue_timeout_us: int | None = None,
         hashes: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Submit an attempt. Output that is there is prompt for the prefill, output for the row.
+        self._by_client.setdefault(stream.client_id, []).append(stream)
+        self._by_request[stream.request_id] = stream
+        if stream.prompt_logprobs is not None:
+            self._asking[stream.request_id] = stream
+        self._observer.on_submitted(stream.prompt_len)
+        self._submissions.submit(stream, queue_timeout_us, hashes)
 
-        hashes: of the prompt, if there is no output. Missing prompt_logprobs are asked for.
-        """
-        received = stream.prompt_logprobs
-        is_asking = received is not None and len(received) < stream.prompt_len - 1
-        known_ids = (*stream.prompt_ids, *stream.output_ids)
-        penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
-        if hashes is None:
-            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
-            hashes = () if is_asking else page_hashes(known_ids)
-        row = RowInput(
-            known_ids[-1],
-            stream.params,
-            self._front_end,
-            tuple(stream.output_ids),
-            penalized_ids,
-            stream.attempt,
-            *(page_state(known_ids, hashes) if self._hashes_output else ()),
-        )
-        submission = Submission(
-            stream.arrival(encode_row_input(row), () if is_asking else hashes),
-            known_ids,
-            queue_timeout_us,
-            self._front_end,
-            stream.num_top if is_asking else None,
-        )
-        self._connected_controller.submit(submission)
+    def _keep_unplaced(self, stream: ClientStream, instance: int, token: Token) -> None:
+        attempts = stream.attempts
+        if not self._is_remote or len(attempts.unplaced) >= _MAX_UNPLACED:
+            owner = attempts.owners.of(token.index)
+            raise PermissionError(
+                f"instance {instance} delivered token {token.index} of request "
+                f"{token.request_id}, which is at "
+                + ("no instance" if owner is None else f"instance {owner} then")
+            )
+        attempts.unplaced.append((instance, token))
+
+    def _settle(self, stream: ClientStream) -> None:
+        """End, resubmit or refuse the request if its output so far calls for it."""
+        output = stream.output
+        if output.finish_reason is not None:
+            if output.row_runs_on:
+                self._submissions.controller.abort(stream.request_id)
+            self._forget(stream, output.finish_reason)
+        elif len(output.ids) == stream.attempts.resumes_after:
+            self._begin_attempt(stream, "preempted")
+        elif output.num_undelivered > self._max_undelivered_tokens:
+            limit = f"max_undelivered_tokens ({self._max_undelivered_tokens})"
+            sentence = f"the client is too slow: more than {limit} tokens were not read"
+            self._abort(stream, FinishReason.REFUSED, sentence)
+
+    def _begin_attempt(self, stream: ClientStream, cause: str) -> None:
+        stream.begin_attempt(cause)
+        self._submissions.submit(stream)
 
     def _abort(self, stream: ClientStream, reason: FinishReason, sentence: str) -> None:
-        self._connected_controller.abort(stream.request_id)
+        self._submissions.controller.abort(stream.request_id)
         self._end(stream, Ended(stream.request_id, reason, sentence))
 
     def _end(self, stream: ClientStream, ended: Ended) -> None:
@@ -322,16 +340,6 @@ class ClientStreams:
         choices.remove(stream)
         if not choices:
             del self._by_client[stream.client_id]
-        ended = stream.times()
+        ended = stream.summary()
         self._observer.on_finished(reason, ended)
         log_ended(reason, ended)
-
-    def _observe(self, stream: ClientStream, num_new: int) -> None:
-        now_s = time.monotonic()
-        for _ in range(num_new):
-            if stream.first_token_s is None:
-                stream.first_token_s = now_s
-                self._observer.on_first_token(now_s - stream.arrived_s)
-            else:
-                self._observer.on_token(now_s - stream.last_token_s, stream.paused_by)
-            stream.last_token_s, stream.paused_by = now_s, ""

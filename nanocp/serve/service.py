@@ -111,7 +111,6 @@ class Service:
         self._config = config
         self._served = served
         self._has_served = False
-        self._controller_number = controller_number
         self._front_end_launcher = front_end_launcher or ProcessLauncher(FRONT_END_COMMAND, {})
         self._living: Mapping[Member, MemberSpec] = living_of(launcher)
         view = ClusterView(
@@ -130,7 +129,7 @@ class Service:
         for spec in self._living.values():
             self._member_secrets.take(spec.name, spec.secret)
         self._nodes = NodeProcesses(launcher, lambda node: self._spec(node, term=1))
-        self._front_ends = self._make_front_ends(observer, view)
+        self._front_ends = self._make_front_ends(observer, view, controller_number)
         self._controller_address = ""
         self._status = self._make_status(view)
         self._controller = Controller(
@@ -317,7 +316,7 @@ class Service:
             self._tracing = None
 
     def _make_front_ends(
-        self, observer: Observer, view: ClusterView
+        self, observer: Observer, view: ClusterView, controller_number: int
     ) -> FrontEnd | FrontEndProcesses:
         config, served, service = self._config, self._served, self._config.service
         metrics = partial(metrics_page, self.metrics.registry)
@@ -337,7 +336,7 @@ class Service:
                 {"metrics": metrics, "snapshot": view.snapshot_json},
                 self._fail,
                 self._front_end_launcher,
-                self._controller_number,
+                controller_number,
             )
         num, page, ended = config.cluster.num_instances, view.snapshot_json, observer.http_responded
         http = HttpServer(service, config.limits, num, model, metrics, page, ended)

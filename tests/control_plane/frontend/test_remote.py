@@ -138,7 +138,7 @@ def test_tokens_wait_for_the_placement_that_allows_them(remote):
         chunks = client.generate([5], max_tokens=2)
         number = remote.controller.next_submission().request_id
         member.deliver(number, 0, [30, 31], FinishReason.LENGTH)
-        until(lambda: front_end._streams._by_request[number].unplaced)
+        until(lambda: front_end._streams._by_request[number].attempts.unplaced)
         remote.port.placed(Placement(number, 3, 1, ((0, 3),)), 0)
         assert ids_of(chunks) == [30, 31]
     member.close()

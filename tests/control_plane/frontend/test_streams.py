@@ -41,21 +41,21 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery):
     stream = ClientStream(1, "one", [7], Choice(SamplingParams(max_tokens=20)))
     taken: list[int] = []
     for num_delivered, token in enumerate(tokens, 1):
-        assert (stream.add(token) > 0) == (len(stream.output_ids) > len(taken))
-        seen_all = stream.finish_reason is not None
+        assert (stream.output.add(token) > 0) == (len(stream.output.ids) > len(taken))
+        seen_all = stream.output.finish_reason is not None
         taken += stream.take_new()
         assert taken == [100 + i for i in range(len(taken))]
         waiting = {
             early.index for early in tokens[:num_delivered] if len(taken) <= early.index < 20
         }
-        assert seen_all or stream.num_undelivered == len(waiting), (
+        assert seen_all or stream.output.num_undelivered == len(waiting), (
             "what was seen before is not held again"
         )
         assert seen_all == (len(taken) == num_tokens), (
             "the end is count == n, no sooner and no later"
         )
     assert taken == [100 + i for i in range(num_tokens)]
-    assert stream.finish_reason is FinishReason.STOP
+    assert stream.output.finish_reason is FinishReason.STOP
 
 
 def streams_with(
@@ -73,7 +73,7 @@ def streams_with(
 def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered():
     streams, stream, controller = streams_with(max_undelivered=3, max_tokens=100)
     streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3)))
-    assert stream.ended is None and stream.num_undelivered == 3
+    assert stream.ended is None and stream.output.num_undelivered == 3
     streams.deliver(0, [Token(FRONT_END, stream.request_id, 4, 5, None)])
     assert stream.ended is not None and stream.ended.reason is FinishReason.REFUSED
     assert controller.next_abort() == stream.request_id
@@ -116,7 +116,7 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
         attempt=back.arrival.attempt,
     )  # fmt: skip
     streams.deliver(0, [last])
-    assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
+    assert stream.output.ids == [*output_ids, 5] and controller.submissions.empty()
 
 
 def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along():
@@ -174,7 +174,7 @@ def test_a_request_has_one_end():
     streams.client_gone([stream])
     streams.end_all("late")
     assert not streams.abort("one")
-    assert (stream.finish_reason, stream.ended) == (FinishReason.LENGTH, None)
+    assert (stream.output.finish_reason, stream.ended) == (FinishReason.LENGTH, None)
     assert controller.aborts.empty()
 
 
@@ -210,13 +210,13 @@ def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones():
     assert again.prompt_ids == (7, *range(100, 105))
     assert decode_row_input(again.arrival.row_start).attempt == again.arrival.attempt
     streams.deliver(0, [tokens[5], tokens[6]])
-    assert stream.output_ids == [*range(100, 105)], "tokens of the attempt before are dropped"
+    assert stream.output.ids == [*range(100, 105)], "tokens of the attempt before are dropped"
     new = [
         Token(FRONT_END, stream.request_id, index, 200 + index, None, attempt=again.arrival.attempt)
         for index in (5, 6, 7)
     ]
     streams.deliver(0, new)
-    assert stream.output_ids == [*range(100, 105), 205, 206, 207]
+    assert stream.output.ids == [*range(100, 105), 205, 206, 207]
 
 
 def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_row():
@@ -230,7 +230,7 @@ def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_
     lose(3)
     streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 100, None, attempt=3)])
     lose(3)
-    assert (stream.attempt, stream.output_ids, stream.ended) == (6, [100], None)
+    assert (stream.attempts.number, stream.output.ids, stream.ended) == (6, [100], None)
     again = [controller.next_submission() for _ in range(6)][-1]
     assert (again.prompt_ids, again.arrival.attempt, again.arrival.max_tokens) == ((7, 100), 6, 8)
     lose(1)
@@ -247,7 +247,7 @@ def test_the_token_after_a_pause_says_what_paused_it_first():
 
     def deliver(*indices: int) -> None:
         tokens = (
-            Token(FRONT_END, stream.request_id, index, 5, None, attempt=stream.attempt)
+            Token(FRONT_END, stream.request_id, index, 5, None, attempt=stream.attempts.number)
             for index in indices
         )
         streams.deliver(0, tokens)

@@ -114,9 +114,9 @@ def test_tokens_are_taken_from_their_owner_alone():
     ):
         with pytest.raises(PermissionError, match=named):
             deliver(instance, index)
-    assert stream.output_ids == [100], "what the old instance still has under way may come"
+    assert stream.output.ids == [100], "what the old instance still has under way may come"
     deliver(0, 1)
-    assert stream.output_ids == [100, 101, 102]
+    assert stream.output.ids == [100, 101, 102]
     streams.deliver(
         5, [Token("front:1", 99, 0, 1, None)]
     )  # Tokens of unknown requests are dropped.

@@ -138,7 +138,7 @@ class LosingCluster(OffloadingCluster, RecoveringCluster):
         self.learn([*prompt_ids, *self.expected[submission.request_id].all()])
 
     def _histories(self) -> list[list[int]]:
-        return [[*stream.prompt_ids, *stream.output_ids] for stream in self.streams.values()]
+        return [[*stream.prompt_ids, *stream.output.ids] for stream in self.streams.values()]
 
 
 class CutCluster(LosingCluster):

@@ -34,7 +34,8 @@ class ReseedingStreams(ClientStreams):
     """Every attempt of a request samples under another seed."""
 
     def _begin_attempt(self, stream: ClientStream, cause: str) -> None:
-        stream.params = replace(stream.params, seed=stream.params.seed + 1)
+        params = stream.choice.params
+        stream.choice = replace(stream.choice, params=replace(params, seed=params.seed + 1))
         super()._begin_attempt(stream, cause)
 
 
@@ -99,7 +100,7 @@ class RecoveringCluster(RegroupingCluster):
             self.num_attempts += 1
             stream = self.streams[request_id]
             self.expected[request_id] = Expected(
-                self.model, stream.prompt_ids, stream.params, stream.output_ids
+                self.model, stream.prompt_ids, stream.choice.params, stream.output.ids
             )
 
     def resubmitted(self) -> None:
@@ -173,12 +174,12 @@ class RecoveringCluster(RegroupingCluster):
 
     def _deliver_token(self, instance: int, token: Token) -> None:
         stream = self.streams[token.request_id]
-        self.num_stale_tokens += token.attempt != stream.attempt
+        self.num_stale_tokens += token.attempt != stream.attempts.number
         self.front_end.deliver(instance, [token])
         self._check_given(stream)
 
     def _check_given(self, stream: ClientStream) -> None:
-        given, expected = stream.output_ids, self.expected[stream.request_id]
+        given, expected = stream.output.ids, self.expected[stream.request_id]
         assert given == expected.begin(len(given)), (
             f"request {stream.request_id} was given {given}, not {expected.all()}"
         )
@@ -214,13 +215,13 @@ class RecoveringCluster(RegroupingCluster):
         for stream in self.streams.values():
             if stream.ended is None:
                 expected = self.expected[stream.request_id].all()
-                assert stream.output_ids == expected, stream.request_id
+                assert stream.output.ids == expected, stream.request_id
                 continue
             match stream.ended.reason:
                 case FinishReason.FAILED:
                     assert self.num_failed_transfers, stream.ended
                 case FinishReason.EXPIRED | FinishReason.INVALID:
-                    assert not stream.output_ids, stream.ended
+                    assert not stream.output.ids, stream.ended
                 case FinishReason.FATAL:
                     assert self.num_losses >= 3, stream.ended
                 case FinishReason.REFUSED:
@@ -302,4 +303,4 @@ class RecoveringCluster(RegroupingCluster):
 
 
 def _is_over(stream: ClientStream) -> bool:
-    return stream.finish_reason is not None or stream.ended is not None
+    return stream.output.finish_reason is not None or stream.ended is not None

@@ -24,7 +24,7 @@ def doubled():
 
     def again(self):
         ids = take_new(self)
-        if self.attempt and not getattr(self, "was_doubled", False) and ids:
+        if self.attempts.number and not getattr(self, "was_doubled", False) and ids:
             self.was_doubled = True
             return [*ids[:1], *ids]
         return ids

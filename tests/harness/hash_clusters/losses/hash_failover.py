@@ -156,11 +156,11 @@ class FailoverCluster(RecoveringCluster):
         assert stream is not None
         caller.given += stream.take_new()
         self._check_given(stream)
-        assert caller.given == stream.output_ids
-        caller.is_over = stream.finish_reason is not None or stream.ended is not None
-        if stream.finish_reason is not None:
+        assert caller.given == stream.output.ids
+        caller.is_over = stream.output.finish_reason is not None or stream.ended is not None
+        if stream.output.finish_reason is not None:
             assert caller.given == self.expected[stream.request_id].all(), caller
-        elif stream.ended is not None and stream.resumed:
+        elif stream.ended is not None and stream.choice.attempt:
             refused = (FinishReason.REFUSED, FinishReason.EXPIRED)
             assert stream.ended.reason not in refused, f"it was admitted before: {stream.ended}"
 
@@ -174,7 +174,7 @@ class FailoverCluster(RecoveringCluster):
         if process is None:
             return
         stream = self.streams[token.request_id]
-        self.num_stale_tokens += token.attempt != stream.attempt
+        self.num_stale_tokens += token.attempt != stream.attempts.number
         process.streams.deliver(instance, [token])
         self._check_given(stream)
 
