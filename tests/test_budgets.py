@@ -51,7 +51,7 @@ MAX_METHODS = 25
 MAX_METHODS_WITH_BASES = 41
 MAX_ATTRIBUTES = 24
 """Attributes that a class and its bases set of themselves."""
-MAX_WHOLE_CONFIGS = 21
+MAX_WHOLE_CONFIGS = 20
 """Files that have a function which takes the whole Config instead of its sections."""
 MAX_DOCSTRING_WORDS = 90_000
 MAX_FREE_RELATIVES = 300

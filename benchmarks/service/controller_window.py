@@ -203,7 +203,7 @@ def measure(point: SizedCluster, node_streams: bool) -> dict[str, Any]:
         front_end,
         metrics,
         ClusterView(config.cluster, config.scheduler.policy, lambda: (0, 0.0)),
-        lambda members: DecodeFlights(config, members, metrics),
+        lambda members: DecodeFlights(config.cluster, config.scheduler, members, metrics),
     )
     stamps = _watch(controller)
     address = controller.start(lambda line: None, lambda member, percent: None)

@@ -380,10 +380,11 @@ class Service:
         return SpareSpec(name, served.spare_factory, config, served.checkpoint)
 
     def _make_flights(self, members: Members) -> Flights:
-        if self._config.cluster.layout == "pipeline":
+        config = self._config
+        if config.cluster.layout == "pipeline":
             num_layers = self._served.num_layers
-            return PipelineFlights(self._config, members, num_layers, self.metrics.stages)
-        return DecodeFlights(self._config, members, self.metrics)
+            return PipelineFlights(config, members, num_layers, self.metrics.stages)
+        return DecodeFlights(config.cluster, config.scheduler, members, self.metrics)
 
     def _factory(self, member: Member) -> str:
         if member != PREFILL:

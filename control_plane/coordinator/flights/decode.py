@@ -14,7 +14,8 @@ from control_plane.ports.controller_interface import Submission
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.members import Member, Report, Resync
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import (
@@ -30,13 +31,15 @@ from nanocp.values.plan import (
 class DecodeFlights(Flights):
     """The windows of a decode cluster; see flights.Flights for every method."""
 
-    def __init__(self, config: Config, members: Members, metrics: Metrics) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, scheduler: SchedulerConfig, members: Members, metrics: Metrics
+    ) -> None:
         """Raises ValueError for an unknown policy."""
-        self.scheduler = Scheduler(config.cluster, config.scheduler)
+        self.scheduler = Scheduler(cluster, scheduler)
         self._members = members
         self._metrics = metrics
-        self._windows = WindowsInFlight(config.cluster.num_instances)
-        self.transfers: Transfers = Transfers(members, config.scheduler.num_drafts > 0)
+        self._windows = WindowsInFlight(cluster.num_instances)
+        self.transfers: Transfers = Transfers(members, scheduler.num_drafts > 0)
 
     def __len__(self) -> int:
         return len(self._windows)

@@ -49,7 +49,7 @@ class HashCoordinator(Coordinator):
         def make_flights(members: Members) -> Flights:
             if num_layers:
                 return PipelineFlights(config, members, num_layers, metrics.stages)
-            return DecodeFlights(config, members, metrics)
+            return DecodeFlights(config.cluster, config.scheduler, members, metrics)
 
         num_experts = None if num_layers else NUM_EXPERTS
         make_members = partial(members_of, config, metrics.recovery, num_experts)
