@@ -48,7 +48,7 @@ MODULES = {
     if "wire/v1" not in path.as_posix()
 }
 MAX_METHODS = 25
-MAX_METHODS_WITH_BASES = 41
+MAX_METHODS_WITH_BASES = 30
 MAX_ATTRIBUTES = 24
 """Attributes that a class and its bases set of themselves."""
 MAX_WHOLE_CONFIGS = 20

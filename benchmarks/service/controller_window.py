@@ -267,8 +267,9 @@ def _fill(
 
 def _wait_placed(controller: Controller, num_submitted: int, deadline_s: float) -> None:
     """Wait until nothing waits, and at least half of what was submitted still runs."""
-    while controller._scheduler.num_waiting or controller._scheduler.num_running < (
-        num_submitted / 2
+    while (
+        controller._scheduler.requests.num_waiting
+        or controller._scheduler.requests.num_running < (num_submitted / 2)
     ):
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"{num_submitted} requests did not start in {_START_S:.0f} s")

@@ -319,7 +319,7 @@ def turns_of(log: Path) -> dict[bytes, list[Turn]]:
         if reader.header.scheduler.steps_per_window != 1:
             raise ValueError(f"{log} is of windows of several steps; a token must tell its window")
         scheduler = Scheduler(reader.header.cluster, reader.header.scheduler)
-        state, _ = scheduler.decided
+        state, _ = scheduler.requests.decided
         for call in reader:
             events = [event for _, event in call.events]
             for event in events:

@@ -199,7 +199,7 @@ class Coordinator:
     @property
     def newest_ticket(self) -> int:
         """The last ticket of all terms so far; see output.Facts."""
-        return self.scheduler.newest_ticket
+        return self.flights.newest_ticket
 
     @property
     def has_windows(self) -> bool:

@@ -162,7 +162,7 @@ class ClusterView:
                     self._changed.notify_all()
 
     def _snapshot(self, scheduler: ObservedScheduler, stages: list[dict[str, Any]]) -> _Snapshot:
-        state, queue = scheduler.decided
+        state, queue = scheduler.requests.decided
         placed = heapq.nlargest(
             _MAX_REQUESTS, state.requests.values(), key=lambda request: request.num_pages
         )
@@ -173,12 +173,12 @@ class ClusterView:
             if request.move is not None:
                 other_pages[request.move.destination] -= request.move.num_pages
         waiting = (entry.arrival.request_id for entry in islice(queue, _MAX_WAITING))
-        prefilling, loads = num_prefilling(scheduler), scheduler.loads()
+        prefilling, loads = num_prefilling(scheduler), scheduler.requests.loads()
         return _Snapshot(
             at_us=time.monotonic_ns() // 1000,
-            num_running=scheduler.num_running - prefilling,
+            num_running=scheduler.requests.num_running - prefilling,
             num_prefilling=prefilling,
-            num_queued=scheduler.num_waiting,
+            num_queued=scheduler.requests.num_waiting,
             loads=loads,
             attention_rows=tuple(state.committed.attention_rows),
             other_pages=tuple(other_pages),
@@ -298,14 +298,14 @@ class ClusterView:
 
 def tenant_loads(scheduler: ObservedScheduler) -> tuple[TenantLoad, ...]:
     """Return at most 8 tenants, those with most requests first."""
-    state, queue = scheduler.decided
+    state, queue = scheduler.requests.decided
     placed: Counter[str] = Counter()
     pages: Counter[str] = Counter()
     for request in state.requests.values():
         placed[request.arrival.tenant] += 1
         pages[request.arrival.tenant] += request.num_pages
     queued = Counter(entry.arrival.tenant for entry in queue)
-    counters = scheduler.fair_share.counters
+    counters = scheduler.requests.fair_share.counters
     return tuple(
         TenantLoad(
             tenant,

@@ -16,7 +16,7 @@ PERIOD_S = 10.0
 
 def num_prefilling(scheduler: ObservedScheduler) -> int:
     """Count placed requests without their KV. Visits every placed request."""
-    requests = scheduler.decided[0].requests.values()
+    requests = scheduler.requests.decided[0].requests.values()
     return sum(request.state is State.TRANSFERRING for request in requests)
 
 
@@ -34,17 +34,17 @@ class LoadLog:
             return
         new_tokens = num_tokens - self._last_tokens
         self._last_s, self._last_tokens = now_s, num_tokens
-        if not (scheduler.num_running or scheduler.num_waiting or new_tokens):
+        if not (scheduler.requests.num_running or scheduler.requests.num_waiting or new_tokens):
             return
-        prefilling, loads = num_prefilling(scheduler), scheduler.loads()
+        prefilling, loads = num_prefilling(scheduler), scheduler.requests.loads()
         free = sum(load.frames_free for load in loads)
         frames = sum(load.num_frames for load in loads) or 1
         logger.info(
             "load",
             extra=fields(
-                running=scheduler.num_running - prefilling,
+                running=scheduler.requests.num_running - prefilling,
                 prefilling=prefilling,
-                queued=scheduler.num_waiting,
+                queued=scheduler.requests.num_waiting,
                 tokens_per_s=round(new_tokens / lasted_s, 1),
                 frames_free=free,
                 kv_usage=round(1 - free / frames, 3),

@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from control_plane.scheduler.pages.quarantine import Quarantine
 from control_plane.scheduler.queue.admission import Admission
 from control_plane.scheduler.queue.deferral import Deferral
-from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest
+from control_plane.scheduler.queue.known_requests import KnownRequests
+from control_plane.scheduler.queue.waiting_queue import earliest
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
-from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.request import Request
+from control_plane.scheduler.terms.scheduler_term import SchedulerTerm
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
@@ -22,9 +22,7 @@ from nanocp.values.plan import (
     Arrival,
     ClusterLost,
     FinishReason,
-    InstanceLoad,
     InstanceLost,
-    Placement,
     Resubmitted,
     TermEnded,
 )
@@ -34,39 +32,26 @@ class SchedulerBase(ABC):
     """A scheduler without what it plans. A placed request gives up what it holds in `_release`."""
 
     _state: ClusterState
-    _quarantine: Quarantine
+    requests: KnownRequests
 
     def __init__(
         self, cluster: ClusterConfig, scheduler: SchedulerConfig, answer: Answer, deferral: Deferral
     ) -> None:
-        self._cluster, self._config = cluster, scheduler
+        self._config = scheduler
         self._answer = answer
         self._admission = Admission(cluster, scheduler, answer, deferral)
-        self.fair_share = self._admission.fair_share
         self._promise = Promise(scheduler)
-        self._is_between_terms = False
-        self._lost_seats: set[int] = set()
-        """Instances, or stages, that were lost in the term that ended."""
-        self._now_us = 0
+        self._term = SchedulerTerm()
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrival: self._arrive,
             AbortRequested: self._abort,
-            InstanceLost: self._instance_lost,
-            TermEnded: self._term_ended,
+            InstanceLost: self._term.lose,
+            TermEnded: self._term.end,
             Resubmitted: self._resubmitted,
             ClusterLost: self._cluster_lost,
         }
 
     # --- what others read between two calls
-
-    @property
-    def decided(self) -> tuple[ClusterState, WaitingQueue]:
-        """The placed requests with their loads, and the waiting ones: to look at only."""
-        return self._state, self._admission.queue
-
-    def loads(self) -> tuple[InstanceLoad, ...]:
-        """What is decided for each instance, in the order of instances; a pipeline is one."""
-        return tuple(self._state.load(instance) for instance in range(len(self._state.frames)))
 
     @property
     def noted(self) -> Mapping[int, str]:
@@ -77,48 +62,18 @@ class SchedulerBase(ABC):
         return self._admission.noted
 
     @property
-    def num_waiting(self) -> int:
-        """Requests in the waiting queue, and preempted ones on their way back to it."""
-        return len(self._admission)
-
-    @property
-    def num_held(self) -> int:
-        """Placed requests without a row that wait for their next attempt; stages keep none."""
-        return 0
-
-    @property
-    def newest_ticket(self) -> int:
-        """The last ticket that was issued, 0 before the first: tickets only grow."""
-        return 0
-
-    @property
     def next_deadline_us(self) -> int | None:
         """When something is due without an event, in us: call again by then."""
         return earliest(self._admission.next_deadline_us, self._waits_until_us)
 
-    @property
-    def num_running(self) -> int:
-        """Requests that are placed and have not ended: in transfer, runnable, running or parked."""
-        return len(self._state.requests)
-
-    def placement(self, request_id: int) -> Placement | None:
-        """Where a placed request is; None if it waits, has ended or is unknown."""
-        request = self._state.requests.get(request_id)
-        return request.placement(self._state.step) if request else None
-
     # --- a call begins
-
-    def _take_time(self, now_us: int) -> None:
-        assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
-        self._now_us = now_us
-        self._admission.noted = {}
 
     def _expire(self) -> list[int]:
         """End what has waited long enough; returns requests that do not wait any more."""
         until_us = self._waits_until_us
-        if until_us is not None and self._now_us >= until_us:
+        if until_us is not None and self._admission.now_us >= until_us:
             self._resubmitted(Resubmitted())
-        return self._admission.expire(self._now_us)
+        return self._admission.expire()
 
     @property
     @abstractmethod
@@ -142,7 +97,7 @@ class SchedulerBase(ABC):
             self._answer.end(request_id, *end)
             return
         if not (arrival.resumes or arrival.attempt):
-            admission.admit(arrival, self._now_us)
+            admission.admit(arrival)
             return
         admission.should_walk = True
         self._answer.go_on(request_id)
@@ -154,7 +109,7 @@ class SchedulerBase(ABC):
         if self._goes_on(request, arrival):
             return
         self._give_way(request)
-        admission.come_back(arrival, self._now_us)
+        admission.come_back(arrival)
 
     def _give_way(self, request: Request | None) -> None:
         """An earlier attempt ends; it may have been placed in this very call."""
@@ -169,13 +124,6 @@ class SchedulerBase(ABC):
     def _abort(self, event: AbortRequested) -> None:
         self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")
 
-    def _instance_lost(self, event: InstanceLost) -> None:
-        self._lost_seats.add(event.instance)
-        self._is_between_terms = True
-
-    def _term_ended(self, event: TermEnded) -> None:
-        self._is_between_terms = True
-
     @abstractmethod
     def _resubmitted(self, event: Resubmitted) -> None:
         """Every front end has submitted what is open, or is waited for no longer."""
@@ -185,12 +133,11 @@ class SchedulerBase(ABC):
         if admission.failure is not None:
             return
         admission.failure = event.message
-        self._is_between_terms = False
+        self._term.is_over = False
         waiting = [entry.arrival.request_id for entry in admission.queue]
         for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
             self._end_by_id(request_id, FinishReason.FAILED, event.message)
-        for held in self._quarantine.give_up():  # no answer will come, and nothing will be placed
-            self._free(held)
+        self.requests.give_up()
 
     # --- ends
 
@@ -205,8 +152,3 @@ class SchedulerBase(ABC):
     @abstractmethod
     def _release(self, request: Request) -> None:
         """Give up all that the placed request holds."""
-
-    def _free(self, held: dict[int, list[FrameRun]]) -> None:
-        for instance, runs in held.items():
-            self._state.frames[instance].free(runs)
-        self._admission.should_walk = True

@@ -22,7 +22,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     tables: if given, all tables that followed the plans; they must hold what the requests need.
     """
     state = scheduler._state
-    check_frames(state, chain(scheduler._quarantine.frames(), scheduler._held.reserved_frames()))
+    check_frames(state, chain(scheduler._quarantine.frames(), scheduler.held.reserved_frames()))
     _check_requests(scheduler)
     check_loads(state)
     check_commitments(state)
@@ -151,7 +151,7 @@ def _check_requests(scheduler: Scheduler) -> None:
     )
     assert running == scheduler._rows.num_running and parked == len(scheduler._rows.parked)
     held = {r.request_id for r in state.requests.values() if r.state is State.HELD}
-    assert scheduler._held._held.keys() == held, "a request is held that nobody waits for"
+    assert scheduler.held._held.keys() == held, "a request is held that nobody waits for"
     assert not scheduler._admission.away.keys() & state.requests.keys(), (
         "a preempted request is placed"
     )
@@ -159,7 +159,7 @@ def _check_requests(scheduler: Scheduler) -> None:
         request_id in scheduler._admission.queue for request_id in scheduler._admission.away
     ), "a preempted request waits twice"
     tickets = {r.ticket: r for r in state.requests.values() if r.ticket is not None}
-    assert scheduler._tickets._owners == tickets, "a ticket in force is not that of its request"
+    assert scheduler.tickets._owners == tickets, "a ticket in force is not that of its request"
     linked = [
         r
         for r in state.requests.values()

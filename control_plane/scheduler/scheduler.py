@@ -18,6 +18,7 @@ from control_plane.scheduler.pages.tickets import Tickets
 from control_plane.scheduler.policies.layout import num_growth_pages, obstacle
 from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.queue.deferral import Deferral, tokens_read
+from control_plane.scheduler.queue.known_requests import KnownRequests
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import TRANSFERRING, Request
@@ -36,7 +37,6 @@ from nanocp.values.plan import (
     Event,
     FinishReason,
     Plan,
-    Preempted,
     Regrouped,
     Resubmitted,
     SeatsWanted,
@@ -62,23 +62,24 @@ class Scheduler(SchedulerBase):
         num_steps = scheduler.steps_per_window
         self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
         answer = Answer()
-        self._tickets = tickets = Tickets(answer, state.loads.arriving_tokens)
-        self._deferral = Deferral(scheduler, partial(tokens_read, state, tickets))
-        super().__init__(cluster, scheduler, answer, self._deferral)
+        self.tickets = tickets = Tickets(answer, state.loads.arriving_tokens)
+        deferral = Deferral(scheduler, partial(tokens_read, state, tickets))
+        super().__init__(cluster, scheduler, answer, deferral)
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, state, scheduler)
-            explainer.deferred = self._deferral
+            explainer.deferred = deferral
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
-        policy, promise, share = self._policy, self._promise, self.fair_share
+        policy, promise, share = self._policy, self._promise, self._admission.fair_share
         self._rows = RowWindows(state, lowering, policy, promise, answer, scheduler, lanes, share)
         self._quarantine = quarantine = Quarantine(cluster.num_instances)
+        self.requests = KnownRequests(state, self._admission, quarantine)
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
         self._carries = CarryMoves(state, lowering, self._rows, quarantine, tickets)
-        self._held = HeldRequests(self._state, self.prefix_sharing, scheduler.held_timeout_us)
+        self.held = HeldRequests(self._state, self.prefix_sharing, scheduler.held_timeout_us)
         self._change = SeatChange(
             self._state, self._lowering, self._rows, self._moves, self._quarantine
         )
@@ -93,16 +94,8 @@ class Scheduler(SchedulerBase):
         }
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    @property
-    def newest_ticket(self) -> int:
-        return self._tickets.num_issued
-
-    @property
     def _waits_until_us(self) -> int | None:
-        return self._held.next_deadline_us
+        return self.held.next_deadline_us
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
         """Take events in order and decide.
@@ -111,7 +104,7 @@ class Scheduler(SchedulerBase):
 
         now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
-        self._take_time(now_us)
+        self._admission.begin_call(now_us)
         by_kind: Iterable[tuple[type, Iterable[Any]]] = groupby(events, type)
         for kind, of_kind in by_kind:
             if kind is WindowDone:
@@ -122,10 +115,10 @@ class Scheduler(SchedulerBase):
         for request_id in self._expire():
             self.offload.forget(request_id)
         rows = self._rows
-        if self._is_between_terms or self._change.has_settled:
+        if self._term.is_over or self._change.has_settled:
             return self._answer.take(None, (), self._state.step)
-        is_ending = self._change.is_drained and not self._held
-        moving = self._tickets or self._moves.num_pages or self._carries
+        is_ending = self._change.is_drained and not self.held
+        moving = self.tickets or self._moves.num_pages or self._carries
         is_last = is_ending and not (moving or rows.runnable)
         if is_last and not self._lowering.has_pending:
             plan = self._answer.take(None, (), self._state.step)
@@ -138,10 +131,10 @@ class Scheduler(SchedulerBase):
             self._finish_moves()
             self._change.stop_rows()
             # A row with a state stands still when it is re-bound, before it grows for the window.
-            if self._cluster.carry_pages:
+            if self._state.cluster.carry_pages:
                 rows.rebind(self._change.rebindings(), may_carry=not is_ending)
             rows.grow()
-            if not self._cluster.carry_pages:
+            if not self._state.cluster.carry_pages:
                 rows.rebind(self._change.rebindings())
         if not is_ending:
             self._place_waiting()
@@ -163,12 +156,12 @@ class Scheduler(SchedulerBase):
 
     def _goes_on(self, request: Request | None, arrival: Arrival) -> bool:
         # Between two terms no ticket is issued: the attempt is void when the next term begins.
-        again = self._held.begin_attempt(request, arrival, not self._is_between_terms)
+        again = self.held.begin_attempt(request, arrival, not self._term.is_over)
         if again is None:
             return False
         if again.state is TRANSFERRING:
             assert again.carry is not None
-            self._tickets.issue(again, again.position, (again.carry,))
+            self.tickets.issue(again, again.position, (again.carry,))
         else:
             self._rows.come_back(again)
         self._answer.placed[again.request_id] = again
@@ -187,15 +180,15 @@ class Scheduler(SchedulerBase):
                 self.offload.written(report.written)
             if report.finished:
                 self._finished(report)
-        for held in self._quarantine.windows_reported(map(_instance_and_window, reports)):
-            self._free(held)
+        self.requests.free(*self._quarantine.windows_reported(map(_instance_and_window, reports)))
         self.offload.window_reported()
         last, rows, admission = self._quarantine.last_complete, self._rows, self._admission
         rows.reported(last)
         if rows.drafts.most:
-            self._deferral.generated(reports)
-        self._deferral.reported(last, bool(rows.in_flight), self._now_us, admission.queue)
-        admission.should_walk |= len(self._deferral) > 0
+            admission.deferral.generated(reports)
+        now_us, queue = admission.now_us, admission.queue
+        admission.deferral.reported(last, bool(rows.in_flight), now_us, queue)
+        admission.should_walk |= len(admission.deferral) > 0
 
     def _finished(self, report: WindowDone) -> None:
         for request_id, num_tokens, _ in report.finished:
@@ -206,25 +199,24 @@ class Scheduler(SchedulerBase):
                 self._release(request)
 
     def _transfer_failed(self, event: TransferFailed) -> None:
-        if request := self._tickets.owner(event.ticket):
+        if request := self.tickets.owner(event.ticket):
             self._end_by_id(request.request_id, FinishReason.FAILED, event.message)
 
     def _transfer_missed(self, event: TransferMissed) -> None:
-        request = self._tickets.owner(event.ticket)
+        request = self.tickets.owner(event.ticket)
         self.offload.missed(event)
         if request is not None:
             self._preempt(request, request.arrival.prompt_len)
 
     def _transfer_fenced(self, event: TransferFenced | TransferDone) -> None:
         self.offload.answered(event)
-        for held in self._quarantine.receiver_answered(event.ticket, event.instance):
-            self._free(held)
+        self.requests.free(*self._quarantine.receiver_answered(event.ticket, event.instance))
 
     def _transfer_done(self, event: TransferDone) -> None:
-        request = self._tickets.owner(event.ticket)
+        request = self.tickets.owner(event.ticket)
         if request is None:  # it ended meanwhile
             self._transfer_fenced(event)
-        elif self._tickets.confirmed(request, event.instance):
+        elif self.tickets.confirmed(request, event.instance):
             self.offload.over(event.ticket)
             self._admission.should_walk |= self._config.max_unfilled_tokens > 0
             if request.carry_source is not None:
@@ -236,42 +228,40 @@ class Scheduler(SchedulerBase):
                 self._moves.arrived.append(request)
 
     def _took_over(self, event: TookOver) -> None:
-        self._tickets.num_issued = event.newest_ticket
-        self._held.take_over(event, self._now_us)
+        self.tickets.num_issued = event.newest_ticket
+        self.held.take_over(event, self._admission.now_us)
 
     def _seats_wanted(self, event: SeatsWanted) -> None:
         self._change.begin(event.seats)
 
     def _regrouped(self, event: Regrouped) -> None:
-        seats = event.seats or tuple(range(self._cluster.num_instances))
+        seats = event.seats or tuple(range(self._state.cluster.num_instances))
         if not event.keeps_rows:
             self._end_term(seats, {request: span for request, *span in event.restarts})
-            self._held.wait(self._now_us)
-        for instance in self._change.serve(seats, self._lost_seats):
+            self.held.wait(self._admission.now_us)
+        for instance in self._change.serve(seats, self._term.lost_seats):
             self.offload.lose(instance)
-        self._lost_seats.clear()
-        self._is_between_terms = False
+        self._term.begin()
         self._admission.should_walk = True
 
     def _end_term(self, seats: Sequence[int], restarts: Mapping[int, Sequence[int]]) -> None:
         """Nothing of the last term goes on: requests are held or forgotten."""
-        absent = set(range(self._cluster.num_instances)).difference(seats)
-        for held in self._quarantine.end_term(self._rows.next_window - 1):
-            self._free(held)
-        self._admission.first_windows.lost(self._rows.lost_in_first_window(self._lost_seats))
+        absent = set(range(self._state.cluster.num_instances)).difference(seats)
+        self.requests.free(*self._quarantine.end_term(self._rows.next_window - 1))
+        self._admission.first_windows.lost(self._rows.lost_in_first_window(self._term.lost_seats))
         for request in list(self._state.requests.values()):
             self._moves.cancel(request)
             self._carries.drop(request)
-            if not self._held.end_term(request, self._lost_seats, absent, restarts):
-                self._free(self._state.remove(request))
-        self._tickets.end_term()
+            if not self.held.end_term(request, self._term.lost_seats, absent, restarts):
+                self.requests.free(self._state.remove(request))
+        self.tickets.end_term()
         self.offload.end_term()
         self._rows.end_term()
-        self._deferral.end_term(self._rows.next_window - 1)
+        self._admission.deferral.end_term(self._rows.next_window - 1)
         self._lowering.end_term()
 
     def _resubmitted(self, event: Resubmitted) -> None:
-        for request in self._held.end_wait():
+        for request in self.held.end_wait():
             self._release(request)
         self._admission.should_walk = True
 
@@ -285,10 +275,9 @@ class Scheduler(SchedulerBase):
 
     def _preempt(self, request: Request, num_tokens: int) -> None:
         """Let the request come back with the tokens that it has."""
-        self._answer.preempted.append(Preempted(request.request_id, num_tokens))
         is_written = request.state is not TRANSFERRING
         self._release(request, self.offload.stow_all(request) if is_written else None)
-        self._admission.away[request.request_id] = self._now_us
+        self._admission.preempted(request.request_id, num_tokens)
 
     def _release(self, request: Request, stowed: tuple[int, Sequence[int]] | None = None) -> None:
         """Give up the request's row, ticket and frames.
@@ -299,15 +288,15 @@ class Scheduler(SchedulerBase):
         last_window = self._rows.remove(request)
         if request.is_started:
             self._lowering.end(request)
-        self._tickets.fence(request)
+        self.tickets.fence(request)
         self.offload.released(request)
         self._moves.drop(request)
         self._carries.drop(request)
-        self._held.drop(request)
+        self.held.drop(request)
         frames = self._state.remove(request)
         ticket, receivers = stowed or (request.ticket, request.receivers)
         bound = request.ever_bound
-        self._free(self._quarantine.hold(frames, last_window, bound, ticket, receivers))
+        self.requests.free(self._quarantine.hold(frames, last_window, bound, ticket, receivers))
         self._admission.should_walk = True
 
     # --- placement (4.2.2, 4.2.3)
@@ -316,20 +305,20 @@ class Scheduler(SchedulerBase):
         # A row that is parked goes before a new one: it has tokens to continue. So does a request
         # that the end of a term has interrupted.
         is_parked = len(self._rows.parked) > len(self._rows.stopped)
-        if self._state.open and not (is_parked or self._held.is_waiting):
-            self._admission.walk(self._place, self._now_us, len(self._state.open))
+        if self._state.open and not (is_parked or self.held.is_waiting):
+            self._admission.walk(self._place, len(self._state.open))
 
     def _place(self, arrival: Arrival) -> bool:
-        if self._tickets.are_full(arrival, limit := self._config.max_unfilled_tokens):
+        if self.tickets.are_full(arrival, limit := self._config.max_unfilled_tokens):
             may_wait = f"{limit} prompt tokens of placed requests may wait for their KV"
             sentence = f"max_unfilled_tokens: {may_wait}"
-            self._admission.note(arrival.request_id, self._now_us, lambda: sentence)
+            self._admission.note(arrival.request_id, lambda: sentence)
             return False
         state = self._state
         proposal = self._policy.place(state, arrival, self._rows.next_window)
         # A request that was preempted once is promised all, and parks no more. A cluster that has
         # lost instances may never have as much, so it promises no more than to others.
-        is_whole = len(state.open) == self._cluster.num_instances
+        is_whole = len(state.open) == self._state.cluster.num_instances
         num_promised = arrival.max_tokens
         if not (arrival.resumes and is_whole):
             num_promised = self._promise.num_tokens(arrival.max_tokens)
@@ -340,7 +329,6 @@ class Scheduler(SchedulerBase):
         if layout is None:
             self._admission.note(
                 arrival.request_id,
-                self._now_us,
                 lambda: "{}: {}".format(*obstacle(state, proposal, num_growth)),
             )
             return False
@@ -353,7 +341,7 @@ class Scheduler(SchedulerBase):
         if arrival.needs_prefill and arrival.prompt_len > 1 + num_there:
             request.state = TRANSFERRING
             num_tokens = arrival.prompt_len - 1
-            self._tickets.issue(request, num_tokens, request.targets(num_tokens))
+            self.tickets.issue(request, num_tokens, request.targets(num_tokens))
         else:
             self._rows.add(request)
         self.offload.placed(request, arrival.is_recomputed)
@@ -370,7 +358,7 @@ class Scheduler(SchedulerBase):
         """
         rows = self._rows
         while rows.is_at_rest if by_moving else rows.is_stopped:
-            if self._quarantine or self._tickets or self._held:
+            if self._quarantine or self.tickets or self.held:
                 break
             newest = self._state.requests[rows.parked[-1][1]]
             rows.advances.settle(newest)
@@ -386,7 +374,7 @@ class Scheduler(SchedulerBase):
         wishes = chain(self._change.moves(), of_policy)
         for request, move in self._moves.start(wishes, self._rows.stopped):
             num_tokens = (move.first_page + move.num_pages) * PAGE_SIZE
-            self._tickets.issue(request, num_tokens, move.targets, move.source)
+            self.tickets.issue(request, num_tokens, move.targets, move.source)
 
     def _finish_moves(self) -> None:
         arrived = list(self._moves.finish())
@@ -395,4 +383,4 @@ class Scheduler(SchedulerBase):
         for request, frames in (*arrived, *self._carries.finish()):
             # The windows sent so far read the old frames (protocol.md, quarantine).
             last = self._rows.next_window - 1
-            self._free(self._quarantine.hold(frames, last, request.ever_bound, None, ()))
+            self.requests.free(self._quarantine.hold(frames, last, request.ever_bound, None, ()))

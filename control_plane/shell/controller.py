@@ -169,7 +169,7 @@ class Controller(ControllerInterface):
         answer: Future[list[int]] = Future()
 
         def end() -> None:
-            state, queue = self._scheduler.decided
+            state, queue = self._scheduler.requests.decided
             numbers = {*self._view.numbers_of(name), int(name) if _NUMBER.fullmatch(name) else 0}
             found = sorted(each for each in numbers if each in state.requests or each in queue)
             for number in found:

@@ -297,7 +297,7 @@ class Simulation:
         joined, left = self._decided.window_sent(plans)
         for request_id in left:
             self._row_leaves(request_id, window)
-        instance_loads = self.scheduler.loads()
+        instance_loads = self.scheduler.requests.loads()
         loads = self._decided.loads(instance_loads)
         time_of = self.model.step_in_two_lanes if plans[0].two_lanes else self._time_of
         num_drafts = plans[0].num_drafts
@@ -312,7 +312,12 @@ class Simulation:
         self._windows.append(_Window(window, ends_us, step, rows))
         self._push(self._windows[-1].ends_us, None)
         self._recorder.window(
-            begins_us, step, self._num_steps, loads, instance_loads, self.scheduler.num_waiting
+            begins_us,
+            step,
+            self._num_steps,
+            loads,
+            instance_loads,
+            self.scheduler.requests.num_waiting,
         )
 
     def _row_joins(self, request_id: int, window: int) -> None:

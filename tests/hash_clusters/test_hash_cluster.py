@@ -99,7 +99,7 @@ def test_it_sees_a_resumed_row_that_forgot_what_it_generated(monkeypatch):
 
 
 def test_a_seed_replays_alone():
-    assert play(3).scheduler.loads() == play(3).scheduler.loads()
+    assert play(3).scheduler.requests.loads() == play(3).scheduler.requests.loads()
     first, second = HashCluster(5), HashCluster(5)
     first.play()
     second.play()

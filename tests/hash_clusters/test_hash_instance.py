@@ -111,7 +111,7 @@ def test_begin_and_run_step_wait_in_threads():
             events += polled.events
             tokens += [token.token_id for token in polled.tokens]
     assert tokens == HashModel().generate(prompt_ids, params)
-    assert scheduler.num_running == 0
+    assert scheduler.requests.num_running == 0
 
 
 def run_window(instance, plan):

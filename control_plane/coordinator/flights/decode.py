@@ -52,12 +52,16 @@ class DecodeFlights(Flights):
     def oldest(self) -> int | None:
         return self._windows.oldest
 
+    @property
+    def newest_ticket(self) -> int:
+        return self.scheduler.tickets.num_issued
+
     def missing(self) -> list[int]:
         return self._windows.missing()
 
     def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
         plan = self.scheduler.plan_window(cast(Sequence[Event], events), now_us)
-        self._metrics.recovery.waits(self.scheduler.num_held, self.transfers.num_prefilling)
+        self._metrics.recovery.waits(len(self.scheduler.held), self.transfers.num_prefilling)
         if self.scheduler.offload.is_on:
             self._metrics.offload.planned(self.scheduler.offload.reading)
         return plan

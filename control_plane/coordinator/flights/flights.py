@@ -38,6 +38,10 @@ class Flights(Protocol):
     def oldest(self) -> int | None:
         """The number of the oldest in flight, or None."""
 
+    @property
+    def newest_ticket(self) -> int:
+        """The last ticket that was issued, 0 before the first: tickets only grow."""
+
     def missing(self) -> list[int]:
         """Instances that have not reported the oldest."""
 

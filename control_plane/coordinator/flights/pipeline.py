@@ -57,6 +57,10 @@ class PipelineFlights(Flights):
     def oldest(self) -> int | None:
         return self._next_reports[-1] if len(self) else None
 
+    @property
+    def newest_ticket(self) -> int:
+        return 0
+
     def missing(self) -> list[int]:
         oldest = self._next_reports[-1]
         return [stage for stage, number in enumerate(self._next_reports) if number <= oldest]

@@ -77,16 +77,16 @@ class SchedulingMetrics(Collector):
         num_prefilling: placed requests without their KV.
         """
         self._recorded.observe("scheduler_seconds", seconds)
-        state, queue = scheduler.decided
+        state, queue = scheduler.requests.decided
         head = next(iter(queue), None)
-        loads = scheduler.loads()
+        loads = scheduler.requests.loads()
         self._decided = _Decided(
-            num_placed=scheduler.num_running,
+            num_placed=scheduler.requests.num_running,
             # A ticket that is fenced counts until its receivers have answered.
-            num_prefilling=min(num_prefilling, scheduler.num_running),
-            num_queued=scheduler.num_waiting,
-            num_tenants=scheduler.fair_share.num_waiting,
-            spread=scheduler.fair_share.spread,
+            num_prefilling=min(num_prefilling, scheduler.requests.num_running),
+            num_queued=scheduler.requests.num_waiting,
+            num_tenants=scheduler.requests.fair_share.num_waiting,
+            spread=scheduler.requests.fair_share.spread,
             head_arrived_us=None if head is None else head.arrived_us,
             loads=loads,
             attention_rows=tuple(state.committed.attention_rows),

@@ -13,6 +13,7 @@ from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
 from control_plane.scheduler.pipeline.predictor import predict_pass
 from control_plane.scheduler.policies.layout import num_growth_pages
 from control_plane.scheduler.queue.deferral import Deferral, TokensRead
+from control_plane.scheduler.queue.known_requests import KnownRequests
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
@@ -37,7 +38,6 @@ from nanocp.values.plan import (
     ClusterLost,
     InstanceLoad,
     InstanceLost,
-    Preempted,
     Regrouped,
     Resubmitted,
     TermEnded,
@@ -85,7 +85,7 @@ class PipelineScheduler(SchedulerBase):
         self._pipeline = pipeline
         self._rows = rows or PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
         self.layouts = LayoutChanges(pipeline)
-        self._begin_term()
+        self._begin_term(cluster)
         self._until_us: int | None = None
         """When front ends are waited for no longer; None if all have submitted."""
         self._handlers |= {
@@ -100,11 +100,12 @@ class PipelineScheduler(SchedulerBase):
     def _waits_until_us(self) -> int | None:
         return self._until_us
 
-    def _begin_term(self) -> None:
+    def _begin_term(self, cluster: ClusterConfig) -> None:
         """Nothing is at the stages: no KV, no table, no pass."""
-        self._state = ClusterState(self._cluster)
+        self._state = ClusterState(cluster)
         self._lowering = Lowering(1)
         self._quarantine = Quarantine(1)
+        self.requests = KnownRequests(self._state, self._admission, self._quarantine)
         self.prefix_sharing = PrefixSharing(self._state, self._config.prefix_sharing)
         self._next_pass = 0
         self._oldest = 0
@@ -122,12 +123,12 @@ class PipelineScheduler(SchedulerBase):
 
         now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
-        self._take_time(now_us)
+        self._admission.begin_call(now_us)
         for event in events:
             self._handlers[type(event)](event)
         self._expire()
         pass_plan = moves = None
-        if self._is_between_terms:
+        if self._term.is_over:
             decided = self._answer.take(None, (), 0)
             return PipelinePlan(None, None, decided.ended, decided.preempted)
         self._place_waiting()
@@ -170,8 +171,7 @@ class PipelineScheduler(SchedulerBase):
                 self._release(row.request)
         assert event.number == self._oldest, f"pass {event.number} was reported out of order"
         self._prompts_in = {i: n for i, n in self._prompts_in.items() if n > event.number}
-        for held in self._quarantine.windows_reported([(0, event.number)]):
-            self._free(held)
+        self.requests.free(*self._quarantine.windows_reported([(0, event.number)]))
         self._oldest += 1
 
     def _stage_worked(self, event: StageWorked) -> None:
@@ -186,19 +186,18 @@ class PipelineScheduler(SchedulerBase):
     def _regrouped(self, event: Regrouped) -> None:
         """Every stage begins anew, with the layers of the start: all requests come back."""
         rows = self._rows.by_id
-        if self._lost_seats and self.num_in_flight:
+        if self._term.lost_seats and self.num_in_flight:
             self._admission.first_windows.lost(self._prompts_in.keys())
         for row in rows.values():
-            self.fair_share.row_stops(row.request.arrival)
+            self._admission.fair_share.row_stops(row.request.arrival)
         rows.clear()
         sharing = self.prefix_sharing
-        self._begin_term()
+        self._begin_term(self._state.cluster)
         self.prefix_sharing.num_queried_tokens = sharing.num_queried_tokens
         self.prefix_sharing.num_hit_tokens = sharing.num_hit_tokens
         self.layouts.begin_term()
-        self._is_between_terms = False
-        self._lost_seats.clear()
-        self._until_us = self._now_us + self._config.held_timeout_us
+        self._term.begin()
+        self._until_us = self._admission.now_us + self._config.held_timeout_us
 
     def _resubmitted(self, event: Resubmitted) -> None:
         self._until_us = None
@@ -213,13 +212,13 @@ class PipelineScheduler(SchedulerBase):
         runs ahead, must not see the frames written again.
         """
         row = self._rows.by_id.pop(request.request_id)
-        self.fair_share.row_stops(request.arrival)
+        self._admission.fair_share.row_stops(request.arrival)
         self._starved.pop(request.request_id, None)
         if request.is_started:
             self._lowering.suspend(request)
             self._lowering.end(request)
         frames = self._state.remove(request)
-        self._free(self._quarantine.hold(frames, row.last_pass, (0,), None, ()))
+        self.requests.free(self._quarantine.hold(frames, row.last_pass, (0,), None, ()))
 
     # --- placement
 
@@ -227,7 +226,7 @@ class PipelineScheduler(SchedulerBase):
         # A row that waits for a frame goes before a new one: it has tokens to continue. So does a
         # request that the end of a term has interrupted.
         if not self._starved and self._until_us is None:
-            self._admission.walk(self._place, self._now_us)
+            self._admission.walk(self._place)
 
     def _place(self, arrival: Arrival) -> bool:
         # A request that was preempted once is promised all, and waits for no frame again.
@@ -247,7 +246,7 @@ class PipelineScheduler(SchedulerBase):
                 self.layouts.places.write(run.frame, run.num_pages)
         row = PassRow(request, request.num_shared * PAGE_SIZE, sampler_work=arrival.sampler_work)
         self._rows.by_id[request.request_id] = row
-        self.fair_share.row_starts(request.arrival)
+        self._admission.fair_share.row_starts(request.arrival)
         return True
 
     # --- passes
@@ -296,9 +295,8 @@ class PipelineScheduler(SchedulerBase):
         rows = [self._rows.by_id[request_id].request for request_id in self._starved]
         newest = max(rows, key=lambda request: request.order)
         num_tokens = self._rows.by_id[newest.request_id].next + 1
-        self._answer.preempted.append(Preempted(newest.request_id, num_tokens))
         self._release(newest)
-        self._admission.away[newest.request_id] = self._now_us
+        self._admission.preempted(newest.request_id, num_tokens)
         return True
 
     def _issue(self, spans: list[Span], sampled: int) -> PassPlan:
@@ -318,7 +316,7 @@ class PipelineScheduler(SchedulerBase):
             if span.first < row.request.arrival.prompt_len:
                 self._prompts_in[span.request_id] = number
             if span.samples:
-                self.fair_share.generated(row.request.arrival, 1)
+                self._admission.fair_share.generated(row.request.arrival, 1)
             if row.is_planned:
                 self._release(row.request)
         self._next_pass += 1

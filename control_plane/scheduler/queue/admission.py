@@ -12,7 +12,7 @@ from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest, 
 from control_plane.scheduler.state.answer import Answer
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival, FinishReason
+from nanocp.values.plan import Arrival, FinishReason, Preempted
 
 _MAX_PASSED = 32
 """Most requests that one walk tries to place but leaves in the queue."""
@@ -29,9 +29,11 @@ class Admission:
     ) -> None:
         """deferral: names requests that wait although they could be placed."""
         self._cluster = cluster
-        self._deferral = deferral
+        self.deferral = deferral
         self._config = config
         self._answer = answer
+        self.now_us = 0
+        """Time of the latest call of the scheduler."""
         self.fair_share = FairShare()
         self.queue = WaitingQueue(config, self.fair_share)
         self.first_windows = FirstWindows()
@@ -60,24 +62,35 @@ class Admission:
             return FinishReason.FATAL, FATAL
         return None
 
-    def admit(self, arrival: Arrival, now_us: int) -> None:
+    def begin_call(self, now_us: int) -> None:
+        """Take the time of a call of the scheduler."""
+        assert now_us >= self.now_us, f"time went back from {self.now_us} to {now_us} us"
+        self.now_us = now_us
+        self.noted = {}
+
+    def admit(self, arrival: Arrival) -> None:
         """Queue a new request. If the queue is full, end it or another one."""
-        refusals = self.queue.admit(arrival, now_us)
+        refusals = self.queue.admit(arrival, self.now_us)
         for refused, sentence in refusals:
             self._answer.end(refused, FinishReason.REFUSED, sentence)
         self.should_walk |= arrival.request_id in self.queue
-        self._deferral.admitted(1 - len(refusals))
+        self.deferral.admitted(1 - len(refusals))
 
-    def come_back(self, arrival: Arrival, now_us: int) -> None:
+    def come_back(self, arrival: Arrival) -> None:
         """Queue a request that was admitted before."""
         self.away.pop(arrival.request_id, None)
-        self.queue.append(arrival, now_us)
+        self.queue.append(arrival, self.now_us)
         self.should_walk = True
+
+    def preempted(self, request_id: int, num_tokens: int) -> None:
+        """Wait for a request to come back with the tokens that it has."""
+        self._answer.preempted.append(Preempted(request_id, num_tokens))
+        self.away[request_id] = self.now_us
 
     @property
     def next_deadline_us(self) -> int | None:
         """Return when the next wait ends in the queue (expiry, absence, deferral), in us."""
-        until_us = self._deferral.next_deadline_us
+        until_us = self.deferral.next_deadline_us
         return earliest(self.queue.next_deadline_us, self._away_until_us, until_us)
 
     @property
@@ -85,13 +98,14 @@ class Admission:
         since_us = next(iter(self.away.values()), None)
         return None if since_us is None else since_us + self._config.held_timeout_us
 
-    def expire(self, now_us: int) -> list[int]:
+    def expire(self) -> list[int]:
         """End requests whose deadline has passed, and stop waiting for those that stay away.
 
         Returns all of them.
         """
         gone: list[int] = []
-        self.should_walk |= self._deferral.expire(now_us)
+        now_us = self.now_us
+        self.should_walk |= self.deferral.expire(now_us)
         while self._away_until_us is not None and now_us >= self._away_until_us:
             gone.append(next(iter(self.away)))
             del self.away[gone[-1]]
@@ -120,16 +134,16 @@ class Admission:
         self.should_walk = True
         return True
 
-    def note(self, request_id: int, now_us: int, obstacle: Callable[[], str]) -> None:
+    def note(self, request_id: int, obstacle: Callable[[], str]) -> None:
         """Note why a request was not placed, at most once a second."""
-        if now_us - self._told_since_us >= _NOTE_US:
+        if self.now_us - self._told_since_us >= _NOTE_US:
             self._told.clear()
-            self._told_since_us = now_us
+            self._told_since_us = self.now_us
         if request_id not in self._told:
             self._told.add(request_id)
             self.noted[request_id] = obstacle()
 
-    def walk(self, place: Callable[[Arrival], bool], now_us: int, num_open: int = 0) -> None:
+    def walk(self, place: Callable[[Arrival], bool], num_open: int = 0) -> None:
         """Place waiting requests in order; some may be passed by others.
 
         num_open: instances that accept placements; 0: all. Else a too large request is passed.
@@ -139,14 +153,14 @@ class Admission:
             return
         self.should_walk = False
         placed: list[int] = []
-        num_passed = 0
+        num_passed, now_us = 0, self.now_us
         is_shrunk = 0 < num_open < self._cluster.num_instances
         for arrival, arrived_us in self.queue:
             if is_shrunk and (reason := invalidity(arrival, self._cluster, num_open)):
-                self.note(arrival.request_id, now_us, partial(str, f"{reason} now"))
+                self.note(arrival.request_id, partial(str, f"{reason} now"))
                 continue
-            if self._deferral.defers(arrival, arrived_us, now_us):
-                self.note(arrival.request_id, now_us, self._deferral.sentence)
+            if self.deferral.defers(arrival, arrived_us, now_us):
+                self.note(arrival.request_id, self.deferral.sentence)
                 continue
             if place(arrival):
                 placed.append(arrival.request_id)
@@ -154,7 +168,7 @@ class Admission:
                     self.fair_share.placed(arrival)
                 continue
             num_passed += 1
-            since_us = self._deferral.may_be_passed_since_us(arrival.request_id, arrived_us)
+            since_us = self.deferral.may_be_passed_since_us(arrival.request_id, arrived_us)
             may_be_passed = now_us - since_us < self._config.max_overtake_us and not arrival.resumes
             if num_passed == _MAX_PASSED or not may_be_passed:
                 break

@@ -44,7 +44,7 @@ class _Group(Iterator[Upcoming]):
     @property
     def load_tokens(self) -> float:
         max_rows = self._trial.file.cluster.bounds.max_rows
-        loads = self._simulation.scheduler.loads()
+        loads = self._simulation.scheduler.requests.loads()
         return GroupLoad.of(loads, max_rows, self.row_tokens).load_tokens
 
     def _play(self) -> None:

@@ -155,7 +155,7 @@ class PipelinePlay:
 
     @property
     def _num_open(self) -> int:
-        return self._scheduler.num_running + self._scheduler.num_waiting
+        return self._scheduler.requests.num_running + self._scheduler.requests.num_waiting
 
     def _play(self, phase: LoadPhase) -> None:
         end = len(self._stages.passes) + phase.num_passes

@@ -83,8 +83,8 @@ def test_gauges_are_what_the_scheduler_decided(metrics, page):
     scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], began_us)
     metrics.scheduling.planned(0.001, scheduler, has_window=False, num_prefilling=1)
     page = page()
-    loads = scheduler.loads()
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    loads = scheduler.requests.loads()
+    assert (scheduler.requests.num_running, scheduler.requests.num_waiting) == (2, 1)
     assert page["nanocp:num_requests_running",] == 1
     assert page["nanocp:num_requests_prefilling",] == 1
     assert page["nanocp:num_requests_waiting",] == 2
@@ -342,7 +342,7 @@ def test_the_load_of_a_seat_that_leaves_counts_what_it_has_and_nothing_as_free()
     scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_max=1))
     scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 200, 10)], 0)
     scheduler.plan_window([SeatsWanted((0,))], 0)
-    stays, leaves = scheduler.loads()
+    stays, leaves = scheduler.requests.loads()
     assert stays.num_frames == 8 and stays.frames_free
     assert leaves.frames_free == 0 and leaves.num_frames == leaves.frames_committed > 0
 

@@ -72,7 +72,7 @@ def run_without_a_row(s, tables):
 
 
 def forget_a_ticket(s, tables):
-    s._tickets._owners.clear()
+    s.tickets._owners.clear()
 
 
 def miscount_the_queue(s, tables):
@@ -110,7 +110,7 @@ def rich_scheduler():
     second = scheduler.plan_window(
         [TransferDone(transfer.ticket, instance) for instance in transfer.receivers], 0
     )
-    assert (scheduler.num_waiting, scheduler.num_running) == (1, 3)
+    assert (scheduler.requests.num_waiting, scheduler.requests.num_running) == (1, 3)
     tables = [
         InstanceTable(instance, len(second.instances)) for instance in range(len(second.instances))
     ]

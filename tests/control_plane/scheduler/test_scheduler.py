@@ -20,7 +20,7 @@ def test_a_full_queue_costs_a_call_no_more_than_32_tries():
     policy.place = counted
     arrivals = [Arrival(number, 200, 40, needs_prefill=False) for number in range(1, 202)]
     scheduler.plan_window(arrivals, now_us=0)
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 200)
+    assert (scheduler.requests.num_running, scheduler.requests.num_waiting) == (1, 200)
     assert len(tried) == 1 + 32
 
 
@@ -38,4 +38,4 @@ def test_frames_that_stand_empty_are_bounded_and_a_prompt_that_arrives_makes_roo
         plan = scheduler.plan_window(arrived, now_us)
         placed.append([placed.request_id for placed in plan.placements])
     assert placed == [[2, 3], [4], []]
-    assert scheduler._tickets.num_unfilled_tokens == 0
+    assert scheduler.tickets.num_unfilled_tokens == 0

@@ -166,8 +166,8 @@ def test_everything_ends_and_every_frame_comes_back(config, steps):
             world.step(*step)
         if state == (world.num_reported, len(world.transfers), len(world.fenced), len(world.away)):
             break
-    assert (world.scheduler.num_waiting, world.scheduler.num_running) == (0, 0)
-    assert [load.frames_free for load in world.scheduler.loads()] == [
+    assert (world.scheduler.requests.num_waiting, world.scheduler.requests.num_running) == (0, 0)
+    assert [load.frames_free for load in world.scheduler.requests.loads()] == [
         CLUSTER.num_frames
     ] * CLUSTER.num_instances
 
@@ -196,9 +196,9 @@ def test_a_stopped_row_is_in_the_window_that_was_already_sent_and_in_no_later_on
     assert plan.window is None and plan.ended == (), (
         "its last token tells; an idle cluster has no windows"
     )
-    assert scheduler.loads()[0].frames_quarantined == 1, "window 1 still contains it"
+    assert scheduler.requests.loads()[0].frames_quarantined == 1, "window 1 still contains it"
     scheduler.plan_window([WindowDone(0, 1)], 0)
-    assert scheduler.loads()[0].frames_quarantined == 0
+    assert scheduler.requests.loads()[0].frames_quarantined == 0
 
 
 def test_a_row_is_in_exactly_as_many_steps_as_it_may_generate_tokens():
@@ -218,7 +218,7 @@ def test_a_late_word_about_an_ended_request_changes_nothing():
         [Arrival(1, 100, 5), Arrival(2, 20, 50, needs_prefill=False)], 0
     ).transfers[0]
     scheduler.plan_window([AbortRequested(1), AbortRequested(2)], 0)
-    assert scheduler.num_running == 0
+    assert scheduler.requests.num_running == 0
     late = [
         TransferDone(transfer.ticket, 0),
         TransferFailed(transfer.ticket, "late"),
@@ -237,11 +237,13 @@ def test_a_fence_is_answered_before_a_frame_is_free():
     cluster = ClusterConfig(num_instances=2, num_frames=4)
     scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
     plan = scheduler.plan_window([Arrival(1, 500, 10), Arrival(2, 500, 10)], 0)
-    assert len(plan.transfers) == 1 and scheduler.num_waiting == 1
+    assert len(plan.transfers) == 1 and scheduler.requests.num_waiting == 1
     ticket = plan.transfers[0].ticket
     plan = scheduler.plan_window([TransferDone(ticket, 0), AbortRequested(1)], 0)
     assert plan.fences[0].instances == (1,), "instance 0 has all its pages and needs no fence"
-    assert plan.transfers == () and [load.frames_quarantined for load in scheduler.loads()] == [
+    assert plan.transfers == () and [
+        load.frames_quarantined for load in scheduler.requests.loads()
+    ] == [
         4,
         4,
     ]

@@ -169,7 +169,7 @@ class Story:
             finished = tuple(
                 Finished(request_id, 1, FinishReason.STOP)
                 for request_id in stopped
-                if self.scheduler.placement(request_id).moe_binding == instance
+                if self.scheduler.requests.placement(request_id).moe_binding == instance
             )
             self.events.append(WindowDone(instance, self.windows_done[instance], finished))
             self.windows_done[instance] += 1
@@ -216,8 +216,9 @@ class Story:
         return lines or ["nothing but windows"]
 
     def cmd_loads(self, *_: object) -> list[str]:
-        lines = [f"waiting {self.scheduler.num_waiting}, running {self.scheduler.num_running}"]
-        for instance, load in enumerate(self.scheduler.loads()):
+        requests = self.scheduler.requests
+        lines = [f"waiting {requests.num_waiting}, running {requests.num_running}"]
+        for instance, load in enumerate(requests.loads()):
             frames = (
                 f"{load.frames_committed} committed {load.frames_free} free "
                 f"{load.frames_quarantined} quarantined"
@@ -239,7 +240,7 @@ class Story:
         """Show bindings and both tables, each the transpose of the other (figure 9, b to d)."""
         bindings = []
         for request_id in map(int, names):
-            placement = self.scheduler.placement(request_id)
+            placement = self.scheduler.requests.placement(request_id)
             bindings.append((
                 request_id, placement.moe_binding,
                 [instance for instance, _ in placement.kv_split()],

@@ -97,7 +97,11 @@ def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(
                 assert TransferFenced(first + 3, 0) in receivers[0]._events
             for receiver in receivers:
                 receiver.leave()
-        until(lambda: loop._scheduler.load.frames_free == 16 and loop._scheduler.num_running == 0)
+        until(
+            lambda: (
+                loop._scheduler.load.frames_free == 16 and loop._scheduler.requests.num_running == 0
+            )
+        )
     assert TransferFailed not in link.kinds()
 
 
@@ -188,7 +192,7 @@ def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoi
     for number in range(5):
         loop.report(1, StageRan(number))
     run_to_the_end(loop, link)
-    assert loop._scheduler.num_running == loop._scheduler.num_waiting == 0
+    assert loop._scheduler.requests.num_running == loop._scheduler.requests.num_waiting == 0
     assert loop._scheduler.load.frames_free == 16 and not loop._open and not loop._waiting
 
 

@@ -191,7 +191,7 @@ class DecodeCluster:
         ended = 0
         while ended < len(prompts):
             windows = self._num_windows - first_window
-            idle = self.scheduler.num_running == 0
+            idle = self.scheduler.requests.num_running == 0
             while waiting and (idle or waiting[0].arrives_at_window <= windows):
                 prompt = waiting.pop(0)
                 events.append(self._arrival(prompt))
@@ -237,10 +237,10 @@ class DecodeCluster:
             # The last window may be under way though it holds no frame.
             if not self._in_flight() and all(
                 load.frames_free == self.config.cluster.num_frames
-                for load in self.scheduler.loads()
+                for load in self.scheduler.requests.loads()
             ):
                 return
-            assert time.monotonic() < deadline, self.scheduler.loads()
+            assert time.monotonic() < deadline, self.scheduler.requests.loads()
             events, _ = self._take_outbox()
 
     def _arrival(self, prompt: Prompt) -> Arrival:

@@ -202,7 +202,7 @@ class HashCluster(HashPlay):
         return self._all_frames_are_free()
 
     def _all_frames_are_free(self) -> bool:
-        free = [load.frames_free for load in self.scheduler.loads() if load.num_frames]
+        free = [load.frames_free for load in self.scheduler.requests.loads() if load.num_frames]
         return [self.config.cluster.num_frames] * len(self.scheduler._state.open) == free
 
     # --- requests

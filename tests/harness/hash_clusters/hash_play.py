@@ -95,7 +95,7 @@ class HashPlay:
         else:
             raise AssertionError(f"not over after {MAX_TURNS} turns: {self._describe()}")
         self._check_end()
-        assert not any(load.kv_tokens or load.num_rows for load in self.scheduler.loads())
+        assert not any(load.kv_tokens or load.num_rows for load in self.scheduler.requests.loads())
         self._check_answers()
 
     def _check_answers(self) -> None:
@@ -292,8 +292,8 @@ class HashPlay:
     def _describe(self) -> str:
         unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
         return (
-            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, "
-            f"{self.scheduler.num_running} run, loads {self.scheduler.loads()}"
+            f"requests {unsettled} are not settled, {self.scheduler.requests.num_waiting} wait, "
+            f"{self.scheduler.requests.num_running} run, loads {self.scheduler.requests.loads()}"
         )
 
 

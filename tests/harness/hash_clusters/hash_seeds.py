@@ -27,14 +27,14 @@ def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
     living = {
         story.request_id
         for story in cluster.stories.values()
-        if cluster.scheduler.placement(story.request_id)
+        if cluster.scheduler.requests.placement(story.request_id)
     }
     plan = cluster.scheduler.plan_window(
         [ClusterLost(f"instance {lost} was lost"), Arrival(999, 10, 10)], cluster.now_us
     )
     assert plan.window is None and (
-        cluster.scheduler.num_running,
-        cluster.scheduler.num_waiting,
+        cluster.scheduler.requests.num_running,
+        cluster.scheduler.requests.num_waiting,
     ) == (0, 0)
     assert all(
         ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message
@@ -42,7 +42,7 @@ def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
     )
     assert plan.ended[-1].request_id == 999 and living <= {ended.request_id for ended in plan.ended}
     check(cluster.scheduler)
-    for load in cluster.scheduler.loads():
+    for load in cluster.scheduler.requests.loads():
         assert load.frames_free == cluster.config.cluster.num_frames, load
     return cluster
 

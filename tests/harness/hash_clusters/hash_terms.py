@@ -258,7 +258,7 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
     def _take_up(self, event: MembersEvent) -> None:
         super()._take_up(event)
         if isinstance(event, Regrouped):
-            self.num_kept += len(self.scheduler._held)
+            self.num_kept += len(self.scheduler.held)
 
     def _term_began(self, keeps_rows: bool) -> None:
         num, before = len(self.processes), self.serving

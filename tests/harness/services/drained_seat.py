@@ -18,5 +18,5 @@ def drained_scheduler(now_us: int = 0) -> Scheduler:
     scheduler.plan_window([Regrouped(2, (0,), True)], now_us)
     plan = scheduler.plan_window([Arrival(1, 400, 112), Arrival(2, 200, 10)], now_us)
     scheduler.plan_window([TransferDone(plan.transfers[0].ticket, 0)], now_us)
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert (scheduler.requests.num_running, scheduler.requests.num_waiting) == (1, 1)
     return scheduler

@@ -59,8 +59,8 @@ def test_every_row_gets_its_tokens_and_no_more(how):
     simulation, outcome = run(f"2:.8,.6{how}")
     check(simulation.scheduler)
     assert not simulation._requests and not simulation._num_tokens and outcome.num_judged == 60
-    free = [load.frames_free for load in simulation.scheduler.loads()]
-    assert free == [simulation.scheduler._cluster.num_frames] * 8
+    free = [load.frames_free for load in simulation.scheduler.requests.loads()]
+    assert free == [simulation.scheduler._state.cluster.num_frames] * 8
     assert free[0] < SMALL.cluster.num_frames, "each frame has one layer more"
 
 

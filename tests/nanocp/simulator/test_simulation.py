@@ -114,7 +114,7 @@ class Checked(Simulation):
         sent = [[len(slots) for slots in table.q_route] for table in tables]
         received = [[len(slots) for slots in table.res_route] for table in tables]
         between = [[i // 4 != j // 4 for j in range(8)] for i in range(8)]
-        loads = self._decided.loads(self.scheduler.loads())
+        loads = self._decided.loads(self.scheduler.requests.loads())
         assert loads.links == [max(sum(a), sum(b)) for a, b in zip(sent, received, strict=True)]
         assert loads.links_between_nodes == [
             max(
@@ -151,7 +151,8 @@ def test_every_request_ends_once_and_no_frame_is_left(policy):
     simulation, outcome = play(policy, requests(60))
     assert outcome.num_judged == 60 and outcome.num_refused == 0
     assert all(
-        load.frames_free == SMALL.cluster.num_frames for load in simulation.scheduler.loads()
+        load.frames_free == SMALL.cluster.num_frames
+        for load in simulation.scheduler.requests.loads()
     )
     assert not simulation._requests and not simulation._num_tokens and not simulation._joined_step
 
@@ -161,7 +162,8 @@ def test_rows_that_stop_before_max_tokens_end_too(steps_per_window):
     simulation, outcome = play("dual_balanced", requests(60, over_run=70), steps_per_window)
     assert outcome.num_judged == 60
     assert all(
-        load.frames_free == SMALL.cluster.num_frames for load in simulation.scheduler.loads()
+        load.frames_free == SMALL.cluster.num_frames
+        for load in simulation.scheduler.requests.loads()
     )
 
 

@@ -105,9 +105,9 @@ def test_a_frame_is_quarantined_until_its_copy_is_answered():
     story.plan(AbortRequested(1))
     while story.window < story.last_sent:
         story.step()
-    assert story.scheduler.loads()[0].frames_quarantined == 2
+    assert story.scheduler.requests.loads()[0].frames_quarantined == 2
     story.plan(TransferDone(stow.ticket, 0))
-    assert story.scheduler.loads()[0].frames_free == 4
+    assert story.scheduler.requests.loads()[0].frames_free == 4
 
 
 def test_pages_in_frames_are_shared_there_and_count_as_used():
@@ -201,7 +201,7 @@ def preempted(**config):
 
 def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
     story, (request_id, num_tokens, *_), stow = preempted()
-    assert len(stow.pages) == 1 and story.scheduler.loads()[0].frames_quarantined == 1
+    assert len(stow.pages) == 1 and story.scheduler.requests.loads()[0].frames_quarantined == 1
     story.plan(TransferDone(stow.ticket, 0))
     assert story.slots[0] == [OwnPage(request_id, stow.ticket, 0)]
     plan = come_back(story, request_id, num_tokens)
@@ -232,7 +232,7 @@ def test_a_preempted_request_comes_back_with_its_state(host_pages, num_more, sto
     story, (request_id, num_tokens, *_), stow = preempted(carry_pages=2, host_pages=host_pages)
     frames = [frame for frame, _ in stow.pages]
     assert len(frames) == stowed and all(frame >= 2 for frame in frames[1:]), "behind KV"
-    assert story.scheduler.loads()[0].frames_quarantined == 1
+    assert story.scheduler.requests.loads()[0].frames_quarantined == 1
     story.plan(TransferDone(stow.ticket, 0))
     plan = come_back(story, request_id, num_tokens + num_more)
     pages = [page for fetch in plan.fetches for page in fetch.pages]

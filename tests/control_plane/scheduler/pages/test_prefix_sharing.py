@@ -71,7 +71,7 @@ class Story:
         return self.scheduler._state.requests[request_id]
 
     def total(self, name):
-        return sum(getattr(load, name) for load in self.scheduler.loads())
+        return sum(getattr(load, name) for load in self.scheduler.requests.loads())
 
 
 def test_pages_that_begin_alike_are_shared_and_only_the_others_are_written():
@@ -176,7 +176,7 @@ def test_a_request_goes_where_its_prefix_is_and_a_hot_prefix_is_soon_in_several_
         plan = story.submit(PROMPT)
         if plan.transfers and story.request(story.num_requests).num_shared == 0:
             story.write(plan)
-    rows = [load.num_rows for load in story.scheduler.loads()]
+    rows = [load.num_rows for load in story.scheduler.requests.loads()]
     assert story.request(2).moe_binding == home and max(rows) - min(rows) <= 1, rows
     assert sum(story.request(number).num_shared > 0 for number in range(1, 13)) == 8, (
         "each of four wrote it once"

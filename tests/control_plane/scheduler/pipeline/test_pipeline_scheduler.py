@@ -134,9 +134,11 @@ def test_every_token_is_planned_once_in_order_and_everything_ends(drawn, steps):
     world = World(scheduler_of(num_stages, max_pass_tokens, growth_promise=promise))
     for step in steps:
         world.step(*step)
-    while world.away or world.num_reported < len(world.passes) or world.scheduler.num_waiting:
+    while (
+        world.away or world.num_reported < len(world.passes) or world.scheduler.requests.num_waiting
+    ):
         world.step("report", 9, 0)
-    assert world.scheduler.num_running == 0
+    assert world.scheduler.requests.num_running == 0
     assert world.scheduler.load.frames_free == CLUSTER.num_frames
     spans: dict[int, list[Span]] = {}
     for plan in world.passes:
@@ -273,7 +275,7 @@ def test_the_newest_row_is_preempted_when_none_has_a_frame():
         world.arrive(60, 200)
     for _ in range(3000):
         world.step("report", 9, 0)
-    assert world.scheduler.num_running == 0 and not world.ended
+    assert world.scheduler.requests.num_running == 0 and not world.ended
     assert world.preempted[:3] == [6, 5, 4]
 
 
@@ -315,7 +317,7 @@ def test_a_tenant_is_charged_its_prompt_and_twice_each_token():
     world.arrive(30, 4, tenant="b")
     while world.num_reported < len(world.passes):
         world.report()
-    counters = world.scheduler.fair_share.counters
+    counters = world.scheduler.requests.fair_share.counters
     # A tenant begins where the one that was placed last stood: at the prompt of "a".
     assert counters == {"a": 100 + 2 * 9, "b": 100 + 30 + 2 * 4}
 
@@ -325,7 +327,7 @@ def test_the_end_of_an_earlier_attempts_row_is_not_that_of_the_present_one():
     world.arrive(10, 20)
     world.call(Arrival(1, 10, 20, attempt=1))
     world.report(1)
-    assert world.scheduler.num_running == 1 and not world.ended
+    assert world.scheduler.requests.num_running == 1 and not world.ended
 
 
 def test_a_request_of_one_token_in_each_pass_that_was_lost_is_ended():
@@ -351,7 +353,7 @@ def test_of_a_request_that_is_ended_as_it_arrives_no_earlier_attempt_is_placed()
         scheduler.plan_pass([Regrouped(attempt + 2, (0, 1))], 0)
     plan = scheduler.plan_pass([Arrival(1, 10, 9, attempt=4)], 0)
     assert [ended.reason for ended in plan.ended] == [FinishReason.FATAL]
-    assert not scheduler.num_waiting
+    assert not scheduler.requests.num_waiting
     assert scheduler.plan_pass([Resubmitted()], 0).pass_plan is None
 
 

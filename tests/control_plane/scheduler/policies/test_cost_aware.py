@@ -38,7 +38,7 @@ def make_scheduler(cluster=TWO_NODES, costs=COSTS, buckets=((2000, 1),)):
 
 
 def arrive(scheduler, *prompt_lens, max_tokens=8):
-    first = scheduler.num_running + scheduler.num_waiting + 1
+    first = scheduler.requests.num_running + scheduler.requests.num_waiting + 1
     scheduler.plan_window(
         [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
     )
@@ -46,15 +46,15 @@ def arrive(scheduler, *prompt_lens, max_tokens=8):
 
 
 def kv_of(scheduler):
-    return [load.kv_tokens for load in scheduler.loads()]
+    return [load.kv_tokens for load in scheduler.requests.loads()]
 
 
 def test_short_requests_stay_on_one_instance_and_level_both_rows_and_kv():
     scheduler = make_scheduler()
     random = Random(1)
     arrive(scheduler, *(random.randrange(10, 1900) for _ in range(240)))
-    assert all(scheduler.placement(i).cp_degree == 1 for i in range(1, 241))
-    rows, kv_tokens = [load.num_rows for load in scheduler.loads()], kv_of(scheduler)
+    assert all(scheduler.requests.placement(i).cp_degree == 1 for i in range(1, 241))
+    rows, kv_tokens = [load.num_rows for load in scheduler.requests.loads()], kv_of(scheduler)
     assert max(rows) - min(rows) <= 8
     assert max(kv_tokens) <= 1.05 * sum(kv_tokens) / 8
 
@@ -81,12 +81,12 @@ def test_a_long_request_goes_round_a_loaded_instance():
     """Two nodes, and links between them dear: the second goes where the first is not."""
     scheduler = make_scheduler(costs=replace(COSTS, exchange_tokens_between_nodes=1_000_000))
     arrive(scheduler, 30_000)
-    first = scheduler.placement(1)
+    first = scheduler.requests.placement(1)
     assert first.cp_degree == 4, "alone, a node's instances share it: 30,000 / 4 beats 30,000 / 2"
     arrive(scheduler, 30_000)
-    assert not set(dict(first.kv_split())) & set(dict(scheduler.placement(2).kv_split())), (
-        "the other node is empty"
-    )
+    assert not set(dict(first.kv_split())) & set(
+        dict(scheduler.requests.placement(2).kv_split())
+    ), "the other node is empty"
 
 
 def test_nodes_are_spanned_when_that_pays_and_only_then():
@@ -96,21 +96,21 @@ def test_nodes_are_spanned_when_that_pays_and_only_then():
     for name, costs in (("cheap", COSTS), ("dear", dear)):
         scheduler = make_scheduler(costs=costs)
         arrive(scheduler, big)
-        degrees[name] = scheduler.placement(1).cp_degree
+        degrees[name] = scheduler.requests.placement(1).cp_degree
     assert degrees == {"cheap": 8, "dear": 4}
 
 
 def test_a_dear_exchange_keeps_a_request_where_it_is():
     scheduler = make_scheduler(costs=replace(COSTS, exchange_tokens=10**9))
     arrive(scheduler, 20_000)
-    assert scheduler.placement(1).cp_degree == 1
+    assert scheduler.requests.placement(1).cp_degree == 1
 
 
 def test_what_no_instance_holds_is_spread_over_as_many_as_it_needs():
     small = replace(TWO_NODES, num_frames=100)
     scheduler = make_scheduler(small, replace(COSTS, exchange_tokens=10**9))
     arrive(scheduler, 64 * 350)
-    assert scheduler.placement(1).cp_degree >= 4
+    assert scheduler.requests.placement(1).cp_degree >= 4
 
 
 def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
@@ -133,7 +133,7 @@ def test_equal_histories_give_equal_placements():
         scheduler, random = make_scheduler(), Random(3)
         for _ in range(50):
             arrive(scheduler, random.randrange(10, 40_000))
-        return [scheduler.placement(i) for i in range(1, 51)]
+        return [scheduler.requests.placement(i) for i in range(1, 51)]
 
     assert placements() == placements()
 
@@ -149,5 +149,5 @@ def test_a_phase_counts_against_its_own_mean():
     random = Random(2)
     arrive(scheduler, *(1000 for _ in range(8)))
     arrive(scheduler, *(random.randrange(10, 1900) for _ in range(240)))
-    rows = [load.num_rows for load in scheduler.loads()]
+    rows = [load.num_rows for load in scheduler.requests.loads()]
     assert max(rows) - min(rows) <= 2

@@ -38,14 +38,16 @@ def test_fixed_degree_is_the_degree_of_every_prompt_with_enough_pages(degree):
     )
     lengths = {request_id: 64 * degree + 1 + 97 * request_id for request_id in range(1, 9)}
     scheduler.plan_window([arrival(*item) for item in lengths.items()], 0)
-    assert [scheduler.placement(request_id).cp_degree for request_id in lengths] == [degree] * 8
+    assert [scheduler.requests.placement(request_id).cp_degree for request_id in lengths] == [
+        degree
+    ] * 8
 
 
 def test_fixed_degree_spans_nodes():
     cluster = ClusterConfig(num_instances=4, instances_per_node=2)
     scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:4"))
     scheduler.plan_window([arrival(1, 600)], 0)
-    assert scheduler.placement(1).cp_degree == 4
+    assert scheduler.requests.placement(1).cp_degree == 4
 
 
 def test_dual_balanced_keeps_a_request_on_its_node():
@@ -53,7 +55,10 @@ def test_dual_balanced_keeps_a_request_on_its_node():
     scheduler = Scheduler(cluster, SchedulerConfig(policy="dual_balanced"))
     scheduler.plan_window([arrival(request_id, 3000) for request_id in range(1, 7)], 0)
     nodes = [
-        {cluster.node_of(instance) for instance, _ in scheduler.placement(request_id).kv_split()}
+        {
+            cluster.node_of(instance)
+            for instance, _ in scheduler.requests.placement(request_id).kv_split()
+        }
         for request_id in range(1, 7)
     ]
     assert all(len(node) == 1 for node in nodes), "a request is on one node"
@@ -71,8 +76,8 @@ def test_a_request_larger_than_a_node_spans_nodes(policy):
     scheduler = Scheduler(cluster, SchedulerConfig(policy=policy))
     scheduler.plan_window([arrival(1, 64 * 35, max_tokens=64 * 5)], 0)
     check(scheduler)
-    assert scheduler.placement(1).cp_degree == 4
-    assert [load.frames_committed for load in scheduler.loads()] == [10, 10, 10, 10]
+    assert scheduler.requests.placement(1).cp_degree == 4
+    assert [load.frames_committed for load in scheduler.requests.loads()] == [10, 10, 10, 10]
 
 
 @pytest.mark.parametrize("policy", ["dual_balanced", "fixed_degree:2"])
@@ -83,7 +88,7 @@ def test_the_other_member_is_the_one_with_the_least_kv(policy, lengths):
     scheduler = Scheduler(ClusterConfig(num_instances=4, num_frames=64), config)
     for request_id, length in enumerate((*lengths, 2048)):
         scheduler.plan_window([arrival(request_id, length)], request_id)
-    placement = scheduler.placement(3)
+    placement = scheduler.requests.placement(3)
     assert placement.moe_binding == 3
     assert {instance for instance, _ in placement.kv_split()} == {3, lengths.index(5)}, "4.2.3"
 
@@ -91,11 +96,11 @@ def test_the_other_member_is_the_one_with_the_least_kv(policy, lengths):
 def test_rows_are_balanced_and_kv_is_levelled():
     scheduler = Scheduler(ClusterConfig(num_frames=256), SchedulerConfig(policy="dual_balanced"))
     scheduler.plan_window([arrival(i, 2100 if i % 5 == 0 else 150) for i in range(1, 41)], 0)
-    rows = [load.num_rows for load in scheduler.loads()]
+    rows = [load.num_rows for load in scheduler.requests.loads()]
     assert rows == [10, 10, 10, 10]
     # One-instance requests follow the rows alone (4.2.3), so KV is as level as the long ones can
     # make it.
-    kv_tokens = [load.kv_tokens for load in scheduler.loads()]
+    kv_tokens = [load.kv_tokens for load in scheduler.requests.loads()]
     assert max(kv_tokens) - min(kv_tokens) <= 200
 
 
@@ -108,7 +113,7 @@ def test_dual_balanced_rebinds_only_where_it_lowers_the_higher_count():
         ClusterConfig(num_instances=2, num_frames=64), SchedulerConfig(policy="fixed_degree:2")
     )
     plan = scheduler.plan_window([arrival(i, 130, max_tokens=50) for i in range(1, 9)], 0)
-    bindings = {i: scheduler.placement(i).moe_binding for i in range(1, 9)}
+    bindings = {i: scheduler.requests.placement(i).moe_binding for i in range(1, 9)}
     ended = [i for i, moe_binding in bindings.items() if moe_binding == 1]
     assert len(ended) == 4 and plan.window == 0
     scheduler.plan_window([], 1)
@@ -135,7 +140,7 @@ def test_no_more_hand_offs_between_two_instances_than_the_mailbox_holds():
     cluster = ClusterConfig(num_instances=2, num_frames=64, bounds=bounds)
     scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
     scheduler.plan_window([arrival(i, 130, max_tokens=50) for i in range(1, 9)], 0)
-    ended = [i for i in range(1, 9) if scheduler.placement(i).moe_binding == 1]
+    ended = [i for i in range(1, 9) if scheduler.requests.placement(i).moe_binding == 1]
     finished = tuple((i, 1, None) for i in ended)
     plan = scheduler.plan_window([WindowDone(0, 0), WindowDone(1, 0, finished)], 1)
     assert len(plan.instances[0].hand_offs_out) == 1
@@ -148,7 +153,7 @@ def test_chaos_draws_every_degree():
         ClusterConfig(num_frames=256), SchedulerConfig(policy="chaos", chaos_seed=1)
     )
     scheduler.plan_window([arrival(i, 300) for i in range(1, 41)], 0)
-    placements = [scheduler.placement(i) for i in range(1, 41)]
+    placements = [scheduler.requests.placement(i) for i in range(1, 41)]
     assert {placement.cp_degree for placement in placements} == {1, 2, 3, 4}
     outside = [p for p in placements if p.moe_binding not in dict(p.kv_split())]
     assert outside, "a MoE binding need not hold KV"

@@ -22,8 +22,8 @@ def test_an_extension_goes_to_the_rows_own_node_first_however_loaded():
         ],
         now_us=0,
     )
-    places = [scheduler.placement(request_id).moe_binding for request_id in prompt_lens]
+    places = [scheduler.requests.placement(request_id).moe_binding for request_id in prompt_lens]
     assert places == [0, 2, 3, 1], "instance 1 has more KV than the other node's instances"
     for window in range(4):
         scheduler.plan_window([WindowDone(i, window) for i in range(NUM_INSTANCES)], window)
-    assert scheduler.placement(1).kv_split() == ((0, 4), (1, 1))
+    assert scheduler.requests.placement(1).kv_split() == ((0, 4), (1, 1))

@@ -60,7 +60,7 @@ class Cluster:
         self.num_arrived += 1
         arrival = Arrival(self.num_arrived, prompt_len, max_tokens, b"", needs_prefill, **knobs)
         self.call(arrival)
-        return self.scheduler.placement(self.num_arrived)
+        return self.scheduler.requests.placement(self.num_arrived)
 
     def confirm(self, ticket):
         for instance in self.under_way.pop(ticket):
@@ -80,12 +80,12 @@ def test_a_short_prompt_goes_past_a_nic_that_is_busy_and_comes_back_once_it_is_n
         cluster.arrive(100, needs_prefill=False)
     # All have two rows. This one waits for its KV, and counts as a row.
     first = cluster.arrive(440).moe_binding
-    assert cluster.scheduler.decided[0].loads.arriving_tokens[first] == 439
+    assert cluster.scheduler.requests.decided[0].loads.arriving_tokens[first] == 439
     others = [cluster.arrive(400).moe_binding for _ in range(3)]
     assert sorted([first, *others]) == [0, 1, 2, 3], "rows decide while all are in time"
     for ticket in list(cluster.under_way)[:1]:
         cluster.confirm(ticket)
-    assert cluster.scheduler.decided[0].loads.arriving_tokens[first] == 0
+    assert cluster.scheduler.requests.decided[0].loads.arriving_tokens[first] == 0
     cluster.arrive(100, needs_prefill=False)  # it counts as one row more where KV is least
     assert cluster.arrive(440).moe_binding == first, "the others' NICs have 400 ms to go"
 
@@ -126,9 +126,9 @@ def test_a_prompt_that_no_node_holds_is_placed_all_the_same():
 def test_a_ticket_that_ends_is_under_way_no_more():
     cluster = Cluster(((0, 300),))
     cluster.arrive(1000)
-    assert sum(cluster.scheduler.decided[0].loads.arriving_tokens) == 999
+    assert sum(cluster.scheduler.requests.decided[0].loads.arriving_tokens) == 999
     cluster.call(AbortRequested(1))
-    assert sum(cluster.scheduler.decided[0].loads.arriving_tokens) == 0
+    assert sum(cluster.scheduler.requests.decided[0].loads.arriving_tokens) == 0
 
 
 def played(targets, seed):

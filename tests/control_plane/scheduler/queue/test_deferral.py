@@ -139,7 +139,7 @@ def test_after_a_long_calm_only_a_few_wait_at_once():
     steps.run(*[60] * 8)
     placed = [n for n in range(201, 221) if steps.arrive(n)]
     assert placed == [*range(209, 221)], "eight wait, and no credit is left for more"
-    assert len(steps.scheduler._deferral) == 8
+    assert len(steps.scheduler._admission.deferral) == 8
     assert sorted(steps.run(*[25] * 8)) == [*range(201, 209)]
     steps.run(*[60] * 8)
     assert steps.arrive(301) == [301]
@@ -179,7 +179,9 @@ def test_others_may_pass_one_that_was_deferred_for_as_long_as_any_other():
     assert steps.arrive(201, length=60_000) == []
     assert steps.arrive(202, length=100) == [202]
     assert steps.run(*[1000] * 20) == []
-    assert len(steps.scheduler._deferral) == 0, "it has no frames, but it waits for nothing else"
+    assert len(steps.scheduler._admission.deferral) == 0, (
+        "it has no frames, but it waits for nothing else"
+    )
     assert steps.arrive(203, length=100) == [203]
     assert steps.run(*[1000] * 9) == []
     assert steps.arrive(204, length=100) == [204]
@@ -196,10 +198,16 @@ def test_nobody_is_deferred_twice():
     steps.run(*[60] * 8)
     assert steps.arrive(201, length=60_000) == []
     steps.run(*[25] * 8)
-    assert 201 not in steps.scheduler._deferral and len(steps.scheduler._admission.queue) == 1
+    assert (
+        201 not in steps.scheduler._admission.deferral
+        and len(steps.scheduler._admission.queue) == 1
+    )
     steps.run(*[60] * 8)
     steps.arrive(202, length=100)
-    assert 201 not in steps.scheduler._deferral and steps.scheduler._deferral._credit > 110
+    assert (
+        201 not in steps.scheduler._admission.deferral
+        and steps.scheduler._admission.deferral._credit > 110
+    )
 
 
 def test_a_deferred_request_is_placed_in_time_although_no_window_is_reported():
@@ -238,7 +246,7 @@ def test_pages_that_move_are_read_where_they_were():
     steps = Steps()
     steps.run(*[32] * 4)
     moved = steps.scheduler._state.requests[1]
-    steps.scheduler._tickets.issue(moved, LONG, (TargetRun(0, LONG // 64, 1, 0),), source=0)
+    steps.scheduler.tickets.issue(moved, LONG, (TargetRun(0, LONG // 64, 1, 0),), source=0)
     assert steps.arrive(201) == [201], "46 ms with it, of 11,500 tokens that are read"
 
 
@@ -297,33 +305,33 @@ def test_a_token_takes_less_time_than_a_step_whose_drafts_are_right():
     steps = Steps(replace(CONFIG, num_drafts=1))
     assert steps.scheduler._rows.advances.slack > 0, "the windows have drafts"
     steps.run(*[60] * 9, report={"num_tokens": 100, "drafts": ((60, 40),)})
-    assert steps.scheduler._deferral.token_us == 36_000
+    assert steps.scheduler._admission.deferral.token_us == 36_000
     assert steps.arrive(201, length=4096) == [201], "48 ms a token with it, and 80 ms a step"
     # Windows in which there was no room for drafts count too.
     steps.run(*[60] * 4, report={"num_tokens": 60})
-    assert steps.scheduler._deferral.token_us == 60_000 * 120 // 160
+    assert steps.scheduler._admission.deferral.token_us == 60_000 * 120 // 160
     steps.run(*[60] * 9, report={"num_tokens": 60, "drafts": ((60, 0),)})
-    assert steps.scheduler._deferral.token_us == 60_000
+    assert steps.scheduler._admission.deferral.token_us == 60_000
     assert steps.arrive(202) == []
 
 
 def test_a_term_that_ends_takes_its_windows_along():
     steps = Steps()
     steps.run(*[60] * 4)
-    assert steps.scheduler._deferral.token_us == 60_000
+    assert steps.scheduler._admission.deferral.token_us == 60_000
     steps.call([TermEnded()])
     steps.scheduler._end_term((0, 1), {})
-    assert steps.scheduler._deferral.token_us == 0
+    assert steps.scheduler._admission.deferral.token_us == 0
 
 
 def test_an_aborted_request_is_deferred_no_more():
     steps = Steps()
     steps.run(*[60] * 4)
     steps.arrive(201)
-    assert 201 in steps.scheduler._deferral
+    assert 201 in steps.scheduler._admission.deferral
     steps.scheduler._end_by_id(201, FinishReason.ABORTED, "aborted")
     steps.run(60)
-    assert len(steps.scheduler._deferral) == 0
+    assert len(steps.scheduler._admission.deferral) == 0
 
 
 def test_an_explanation_says_so():

@@ -49,7 +49,7 @@ class Story:
         return self.plan(Arrival(request_id, prompt_len, 20, b"again", attempt=1, **fields))
 
     def free(self):
-        return [load.frames_free for load in self.scheduler.loads()]
+        return [load.frames_free for load in self.scheduler.requests.loads()]
 
 
 def test_a_request_of_an_earlier_controller_goes_on_over_its_pages():
@@ -142,7 +142,7 @@ def test_a_bound_that_has_no_room_leaves_a_request_to_the_prefill():
     story = Story((7, PAGES))
     state = story.scheduler._state
     state.committed.rows[:] = [state.bounds.max_rows] * 2
-    assert story.scheduler._held.begin_attempt(None, Arrival(7, 150, 20, attempt=1)) is None
+    assert story.scheduler.held.begin_attempt(None, Arrival(7, 150, 20, attempt=1)) is None
     state.committed.rows[:] = [0, 0]
     assert story.free() == [NUM_FRAMES] * 2
 
@@ -162,7 +162,7 @@ def test_an_adopted_request_is_parked_until_its_next_page_is_free():
 def test_tickets_are_answered_as_ever():
     story = Story()
     (transfer,) = story.plan(Arrival(1, 100, 5)).transfers
-    assert transfer.ticket == NEWEST + 1 and story.scheduler.newest_ticket == NEWEST + 1
+    assert transfer.ticket == NEWEST + 1 and story.scheduler.tickets.num_issued == NEWEST + 1
     plan = story.plan(TransferDone(transfer.ticket, transfer.receivers[0]))
     assert plan.window == 0
 

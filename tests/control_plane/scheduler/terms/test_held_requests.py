@@ -50,7 +50,7 @@ class Story:
     def place(self, request_id, prompt_len=100, max_tokens=50):
         """The request's row is in the windows from here on; returns its KV binding."""
         self.plan(Arrival(request_id, prompt_len, max_tokens, b"first", needs_prefill=False))
-        return {instance for _, instance in self.scheduler.placement(request_id).holders}
+        return {instance for _, instance in self.scheduler.requests.placement(request_id).holders}
 
     def step(self):
         done = [WindowDone(instance, self.window) for instance in range(2)]
@@ -76,18 +76,18 @@ class Story:
         return self.plan(arrival, Resubmitted())
 
     def state(self, request_id):
-        request = self.scheduler.decided[0].requests.get(request_id)
+        request = self.scheduler.requests.decided[0].requests.get(request_id)
         return None if request is None else request.state
 
     def free(self):
-        return [load.frames_free for load in self.scheduler.loads()]
+        return [load.frames_free for load in self.scheduler.requests.loads()]
 
 
 def test_a_request_keeps_its_pages_if_all_survived_and_restarts_at_its_last_token():
     story = Story()
     assert story.place(1) == {0}
     assert story.place(2) == {1}
-    runs = list(story.scheduler.decided[0].requests[1].runs)
+    runs = list(story.scheduler.requests.decided[0].requests[1].runs)
     for _ in range(5):
         story.step()
     story.regroup(1)
@@ -100,7 +100,7 @@ def test_a_request_keeps_its_pages_if_all_survived_and_restarts_at_its_last_toke
     assert (start.request_id, start.position, start.max_tokens, start.row_start) == (
         1, 102, 47, b"again",
     )  # fmt: skip
-    assert story.scheduler.decided[0].requests[1].runs == runs
+    assert story.scheduler.requests.decided[0].requests[1].runs == runs
     assert plan.instances[0].base_digest == 0, "the instance's table is empty"
 
 
@@ -131,7 +131,7 @@ def test_a_row_whose_steps_are_planned_beyond_its_end_counts_no_more_than_it_has
     story.place(1, prompt_len=63, max_tokens=1)
     story.regroup()
     assert story.state(1) is State.HELD
-    assert story.scheduler.loads()[0].kv_tokens <= 63
+    assert story.scheduler.requests.loads()[0].kv_tokens <= 63
 
 
 def test_a_prompt_under_way_begins_anew_under_another_ticket():
@@ -141,7 +141,7 @@ def test_a_prompt_under_way_begins_anew_under_another_ticket():
     assert [(fence.ticket, fence.instances) for fence in plan.fences] == [(old.ticket, ())], (
         "the prefill is to stop"
     )
-    assert story.scheduler.newest_ticket == old.ticket, "receivers refuse all up to this one"
+    assert story.scheduler.tickets.num_issued == old.ticket, "receivers refuse all up to this one"
     (new,) = story.again(1, 100, 50).transfers
     assert new.ticket > old.ticket
     story.plan(TransferDone(old.ticket, old.receivers[0]))
@@ -153,7 +153,9 @@ def test_what_arrives_between_two_terms_waits_and_nothing_is_placed():
     story = Story()
     story.plan(InstanceLost(0))
     plan = story.plan(Arrival(1, 100, 50))
-    assert plan.placements == () and plan.transfers == () and story.scheduler.num_waiting == 1
+    assert (
+        plan.placements == () and plan.transfers == () and story.scheduler.requests.num_waiting == 1
+    )
     assert story.plan(Regrouped(2)).placements == (), "requests of the last term come first"
     assert len(story.plan(Resubmitted()).placements) == 1
 
@@ -174,7 +176,7 @@ def test_a_late_submission_of_an_earlier_attempt_is_ignored():
     story.regroup()
     story.again(1, 103, 47, attempt=2)
     story.again(1, 101, 49, attempt=1, row=b"late")
-    arrival = story.scheduler.decided[0].requests[1].arrival
+    arrival = story.scheduler.requests.decided[0].requests[1].arrival
     assert (arrival.attempt, arrival.row_start, arrival.prompt_len) == (2, b"again", 103)
 
 
@@ -204,7 +206,7 @@ def test_a_later_attempt_replaces_a_waiting_one_with_its_deadline():
     story = Story()
     story.plan(InstanceLost(0), Arrival(1, 100, 50, b"first", deadline_us=500))
     story.plan(Arrival(1, 100, 50, b"again", attempt=1))
-    (waiting,) = story.scheduler.decided[1]
+    (waiting,) = story.scheduler.requests.decided[1]
     assert (waiting.arrival.row_start, waiting.arrival.deadline_us) == (b"again", 500)
 
 
@@ -283,7 +285,7 @@ def test_a_request_whose_first_window_is_the_last_of_three_terms_is_ended():
     (ended,) = plan.ended
     assert ended.reason is FinishReason.FATAL and "3 times in a row" in ended.message
     assert story.state(1) is State.RUNNING, "it had run before the first of the losses"
-    assert story.state(2) is None and not story.scheduler.num_held
+    assert story.state(2) is None and not story.scheduler.held
 
 
 def test_losses_with_whole_windows_between_blame_no_request():
@@ -331,30 +333,32 @@ def test_of_two_attempts_that_come_together_only_the_last_is_told_of_its_place()
 def test_a_row_goes_on_with_a_state_that_has_survived():
     story = Story(carry_pages=2)
     story.place(1)
-    carry = story.scheduler.decided[0].requests[1].carry
+    carry = story.scheduler.requests.decided[0].requests[1].carry
     for _ in range(5):
         story.step()
     story.regroup(1, restarts=((1, 102, 103),))
     plan = story.again(1, 103, 47)
     assert plan.transfers == () and plan.instances[0].starts[0].position == 102
-    assert story.scheduler.decided[0].requests[1].carry == carry
+    assert story.scheduler.requests.decided[0].requests[1].carry == carry
 
 
 @pytest.mark.parametrize("restarts", [(), ((1, 103, 104),), ((1, 100, 101),)])
 def test_a_state_of_another_position_is_made_again_and_pages_stay(restarts):
     story = Story(carry_pages=2)
     story.place(1)
-    runs = list(story.scheduler.decided[0].requests[1].runs)
+    runs = list(story.scheduler.requests.decided[0].requests[1].runs)
     for _ in range(5):
         story.step()
     story.regroup(1, restarts=restarts)
     plan = story.again(1, 103, 47)
     (transfer,) = plan.transfers
     assert (transfer.num_tokens, transfer.source) == (102, None)
-    assert transfer.targets == (story.scheduler.decided[0].requests[1].carry,), "no page of KV"
+    assert transfer.targets == (story.scheduler.requests.decided[0].requests[1].carry,), (
+        "no page of KV"
+    )
     plan = story.plan(TransferDone(transfer.ticket, 0))
     assert plan.instances[0].starts[0].position == 102
-    assert story.scheduler.decided[0].requests[1].runs == runs
+    assert story.scheduler.requests.decided[0].requests[1].runs == runs
 
 
 def test_no_ticket_for_a_state_is_issued_between_two_terms():
@@ -371,8 +375,8 @@ def test_a_state_is_made_again_where_the_row_goes_if_its_instance_leaves():
     story = Story(carry_pages=2)
     story.place(1, prompt_len=100)
     story.place(2, prompt_len=300)
-    request = story.scheduler.decided[0].requests[2]
-    old, ledgers = request.moe_binding, story.scheduler.decided[0].frames
+    request = story.scheduler.requests.decided[0].requests[2]
+    old, ledgers = request.moe_binding, story.scheduler.requests.decided[0].frames
     for run in list(request.runs):
         assert run.instance in (0, 1)
     story.step()

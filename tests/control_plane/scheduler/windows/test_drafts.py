@@ -154,12 +154,14 @@ def test_a_row_leaves_by_count_only_when_it_surely_has_all_tokens():
     story = Story(Arrival(1, 10, 6, needs_prefill=False), num_drafts=2)
     plans = [story.first, story.plan()]
     plans.append(story.report(1, 1))
-    assert story.scheduler.num_running == 1, "three tokens are reported, three more may have come"
+    assert story.scheduler.requests.num_running == 1, (
+        "three tokens are reported, three more may have come"
+    )
     plans.append(story.report(1))
     assert not any(plan.instances[0].ends for plan in plans if plan.instances)
     plans.append(story.report())
     assert [plan.instances[0].ends for plan in plans if plan.instances][-1] == (1,) or (
-        story.scheduler.num_running == 0
+        story.scheduler.requests.num_running == 0
     )
 
 
@@ -169,10 +171,10 @@ def test_a_row_that_ends_by_drafts_is_reported_and_gives_its_frames_back():
     story.report(1, 1, 1)
     finished = Finished(1, 8, FinishReason.LENGTH)
     story.report(finished=(finished,))
-    assert story.scheduler.num_running == 0
+    assert story.scheduler.requests.num_running == 0
     while story.scheduler._rows.in_flight:
         story.report()
-    (load,) = story.scheduler.loads()
+    (load,) = story.scheduler.requests.loads()
     assert load.frames_free == 20
 
 

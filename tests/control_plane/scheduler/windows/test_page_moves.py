@@ -41,10 +41,10 @@ class Story(FollowedScheduler):
             self.step()
 
     def quarantined(self):
-        return [load.frames_quarantined for load in self.scheduler.loads()]
+        return [load.frames_quarantined for load in self.scheduler.requests.loads()]
 
     def kv_tokens(self):
-        return [load.kv_tokens for load in self.scheduler.loads()]
+        return [load.kv_tokens for load in self.scheduler.requests.loads()]
 
     def start(self, pages=range(2, 5)):
         self.wishes = [(pages, 1)]
@@ -117,7 +117,7 @@ def test_a_request_that_ends_gives_the_frames_of_both_places_back(has_arrived):
     if not has_arrived:
         assert story.quarantined()[1] == 3, "the receiver may still copy"
         story.plan([TransferFenced(transfer.ticket, 1)])
-    assert [load.frames_free for load in story.scheduler.loads()] == [NUM_FRAMES] * 2
+    assert [load.frames_free for load in story.scheduler.requests.loads()] == [NUM_FRAMES] * 2
 
 
 @pytest.mark.parametrize("wish", [(range(9, 11), 1), (range(2, 5), 0), (range(2, 2), 1)], ids=[
@@ -199,8 +199,8 @@ def test_a_row_that_stopped_to_move_and_has_no_room_comes_back_later():
     (row,) = story.scheduler._state.requests.values()
     assert sum(row.pages_on.values()) > NUM_FRAMES
     plan, was_stopped = story.step(SeatsWanted((1,))), False
-    while story.scheduler.num_running:
+    while story.scheduler.requests.num_running:
         was_stopped |= row.request_id in story.scheduler._rows.stopped
         plan = story.step(*(TransferDone(each.ticket, 1) for each in plan.transfers))
         assert story.window < 50, "the row waits"
-    assert was_stopped and story.scheduler.num_waiting == 1
+    assert was_stopped and story.scheduler.requests.num_waiting == 1

@@ -308,7 +308,7 @@ class FailoverCluster(RecoveringCluster):
         self._count_adopted()
 
     def _count_adopted(self) -> None:
-        adoption = self.scheduler._held._adoption
+        adoption = self.scheduler.held._adoption
         adopt = adoption._adopted
 
         def counted(*arguments: Any) -> Request | None:

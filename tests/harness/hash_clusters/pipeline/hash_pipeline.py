@@ -173,7 +173,7 @@ class HashPipeline(HashPlay):
 
     def _call_scheduler(self, batch: list[ServiceEvent]) -> None:
         super()._call_scheduler(batch)
-        if not self.scheduler._is_between_terms:
+        if not self.scheduler._term.is_over:
             self.coordinator.flights.check()
 
     def _check_pass(self, plan: PassPlan) -> None:
