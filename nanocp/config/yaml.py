@@ -59,7 +59,7 @@ def _section(
     section: Any, path: tuple[str, ...], origins: Mapping[str, str] | None
 ) -> Iterator[str]:
     indent, docs = "  " * len(path), field_docs(type(section))
-    marks = marks_of(type(section))
+    default, marks = type(section)(), marks_of(type(section))
     for field in fields(section):
         if is_hidden(marks[field.name]):
             continue
@@ -77,7 +77,9 @@ def _section(
             yield from _comment(docs.get(field.name, "") + f" ({unit})" * bool(unit), indent)
             yield shown
         else:
-            origin = origins.get(".".join((*path, field.name)), "default")
+            is_default = value == getattr(default, field.name)
+            given = "default" if is_default else "not the default"
+            origin = origins.get(".".join((*path, field.name)), given)
             yield f"{shown}  # {origin}"
 
 

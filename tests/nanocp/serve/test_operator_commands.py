@@ -125,6 +125,8 @@ def test_who_is_no_operator_is_told_so(service, words, key):
 def test_the_running_configuration_is_read_again_without_its_keys(service, tmp_path):
     status, said, _ = nanocp("config", service=service)
     assert status == 0 and "a-secret" not in said and "(not shown)" in said
+    assert f"num_frames: {CONFIG.cluster.num_frames}  # not the default" in said
+    assert "spares: 0  # default" in said
     (tmp_path / "serve.yaml").write_text(said)
     read = load_config(tmp_path / "serve.yaml", {}, {})
     shown = [config_yaml(each).partition("service:")[0] for each in (read, CONFIG)]
