@@ -30,8 +30,6 @@ _COLUMNS = {
     "KV imbal.": ("kv_imbalance", "{:.0%}"),
     "row imbal.": ("row_imbalance", "{:.0%}"),
 }
-_WIDE = 100
-"""Narrower consoles have a row for each number."""
 _MEANS = (
     "attainment",
     "ttft_ms_p50",
@@ -114,8 +112,9 @@ def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
         for policy, numbers in rates.items()
     }
     rows = [["policy", *_COLUMNS], *([policy, *row] for policy, row in cells.items())]
-    if console.width < _WIDE:  # a column for each policy
-        rows = [list(row) for row in zip_longest(*rows, fillvalue="")]
+    columns = [list(column) for column in zip_longest(*rows, fillvalue="")]
+    if sum(3 + max(map(len, column)) for column in columns) >= console.width:
+        rows = columns
     table = Table()
     for number, column in enumerate(rows[0]):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
