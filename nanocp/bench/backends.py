@@ -77,7 +77,6 @@ class RequestOutput:
         self.success = not self.error
 
     def _with_tokens(self) -> list[TokenMessage]:
-        """The messages that brought tokens, maybe without text."""
         sized = [number for number, message in enumerate(self.messages) if message.size]
         if not sized:
             return self.messages
@@ -272,7 +271,6 @@ class OpenAIBackend(Backend):
 
 
 def _count(value: Any) -> int:
-    """A server's token count; raises ValueError for anything else."""
     if not isinstance(value or 0, int) or not 0 <= (value or 0) < 1 << 53:
         raise ValueError(f"usage has {str(value)[:40]} tokens")
     return value or 0

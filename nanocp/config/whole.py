@@ -135,7 +135,6 @@ class Config:
 
 
 def _refusals(config: Config) -> Iterator[str]:
-    """Every conflict between sections, the first one first."""
     cluster, scheduler, data_plane = config.cluster, config.scheduler, config.data_plane
     on_cpu, dispatch = data_plane.device == "cpu", data_plane.dispatch_backend
     if scheduler.has_lanes and not on_cpu and dispatch != "exchange":

@@ -33,7 +33,6 @@ class Order:
         self._after = [self._afters(start_us) for start_us in self._starts_us]
 
     def _afters(self, start_us: float) -> list[_After]:
-        """The last predecessors of each nano-operation, without implied ones."""
         period, slack = self._period_us, _SLACK * self._period_us
         last = [
             _After(index, ceil((end_us - start_us - slack) / period))

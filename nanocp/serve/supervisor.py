@@ -200,7 +200,6 @@ class Supervisor:
             return self.process.wait()
 
     def _serve(self, pipe: Pipe) -> None:
-        """Make the controller's calls until its pipe ends."""
         with suppress(EOFError, OSError):
             while True:
                 message = pipe.receive()
@@ -221,7 +220,6 @@ class Supervisor:
                         ).start()
 
     def _watch(self, process: subprocess.Popen[bytes], over: threading.Event) -> None:
-        """Kill a controller that hangs or is stopped."""
         while not over.wait(_WATCH_S):
             self._silent_s += _WATCH_S
             limit_s = _FORCED_S if self._is_forced else HUNG_S

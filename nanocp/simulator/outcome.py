@@ -331,7 +331,6 @@ class Recorder:
                 yield latency
 
     def _drift_of_arrivals(self) -> float:
-        """The drift that the arrivals alone explain."""
         run, first = self.run, self._sums.halves[0]
         tpot_us = first.time_us / max(first.steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us

@@ -167,7 +167,6 @@ def cached_tokens(plan: Plan) -> dict[int, int]:
 
 
 def _after(targets: Sequence[TargetRun], num_pages: int) -> tuple[TargetRun, ...]:
-    """The targets without their first pages."""
     left = []
     for first_page, count, instance, frame in targets:
         gone = min(num_pages, count)

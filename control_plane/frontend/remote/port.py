@@ -330,7 +330,6 @@ class FrontEndPort(ControllerEvents):
             self._loop.call_later(self._attended_s, self._release, requests)
 
     def _release(self, requests: Mapping[int, str]) -> None:
-        """End the requests that nobody has resumed."""
         assert self._controller is not None
         for number in self._attendance.released(requests):
             self._controller.abort(number)

@@ -81,7 +81,6 @@ class PassRows:
         return self._taken(min(share, self._max_tokens - num_decoding))
 
     def _taken(self, num_tokens: int) -> list[tuple[PassRow, int]]:
-        """Take prompts by class and by age."""
         rows = [row for row in self.by_id.values() if row.num_prompt_left]
         chunks: list[tuple[PassRow, int]] = []
         for row in sorted(rows, key=lambda row: row.request.order):

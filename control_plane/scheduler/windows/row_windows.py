@@ -234,7 +234,6 @@ class RowWindows:
             self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
-        """Return False if frames are missing."""
         self.advances.settle(request)
         end = request.position_at(self._state.step) + self.advances.reach(1, self._num_drafts)
         while True:

@@ -231,7 +231,6 @@ def _check_shown(sampling: dict[str, Any]) -> None:
 
 
 def _printable(text: str) -> str:
-    """The text, for terminals without control characters."""
     if not sys.stdout.isatty():
         return text
     return "".join(

@@ -166,7 +166,6 @@ async def _by_grpc(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Seque
 
 
 async def _by_http(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Sequence[int]]]:
-    """The answer; another front end continues a lost one."""
     body = {"prompt": request.prompt_ids, "n": request.num_choices, "stream": True}
     body |= {"return_token_ids": True, "request_id": uuid.uuid4().hex, **request.options}
     num_turns = itertools.count()

@@ -95,7 +95,6 @@ def status(target: Target = "127.0.0.1:9464", operator_key: OperatorKey = "") ->
 
 
 def _problems(snapshot: Snapshot) -> list[str]:
-    """Problems of the service; seats left empty are none."""
     recovery = snapshot["recovery"]
     problems = []
     if recovery["recovers_for_s"] is not None:

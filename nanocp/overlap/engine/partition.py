@@ -135,7 +135,6 @@ def _written(graph: GraphModule, writes: Mapping[Node, Sequence[Node]]) -> set[s
 def _after(
     writes: Mapping[Node, Sequence[Node]], segment_of: Mapping[Node, int]
 ) -> list[tuple[int, ...]]:
-    """For each operator, the earlier ones with conflicting writes."""
     touched: list[set[int | None]] = [set() for _ in {*segment_of.values()}]
     wrote = [set(each) for each in touched]
     for node, segment in segment_of.items():
@@ -152,7 +151,6 @@ def _after(
 
 
 def _segments(graph: GraphModule, rules: Sequence[Rule]) -> tuple[dict[Node, int], list[str]]:
-    """The operator of every node, and the operators' tags."""
     segment_of: dict[Node, int] = {}
     tags: list[str] = []
     last: Any = ()

@@ -243,7 +243,6 @@ class _Proof:
         raise CannotSplit("makes rows depend on each other, or on how many there are")
 
     def _found(self, node: Node) -> _Kind:
-        """The kind of a value, by comparing its parts."""
         found = [_Kind.SHARED]
         for whole, *parts in zip(*map(tree_leaves, self._values[node]), strict=True):
             if isinstance(whole, Tensor):

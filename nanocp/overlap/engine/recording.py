@@ -187,7 +187,6 @@ class RecordedOps(Ops):
         return after
 
     def _merge_points(self) -> Iterator[int]:
-        """Values made per micro-batch that are read as one."""
         program = self._program
         read = [
             program.operators[step.ops[0].number].inputs for step in self._steps if step.is_merged

@@ -408,7 +408,6 @@ def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:
 
 
 def _of_both_lanes(compute_us: float, network_us: float) -> float:
-    """A layer's time from one lane's parts."""
     return max(2 * compute_us, 2 * network_us, compute_us + network_us)
 
 

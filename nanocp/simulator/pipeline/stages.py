@@ -219,7 +219,6 @@ class Stages:
         self._go_on(stage)
 
     def _finish(self, number: int) -> None:
-        """Complete a pass; passes are reported in order."""
         self._done.add(number)
         while self.num_done in self._done:
             self._done.remove(self.num_done)
