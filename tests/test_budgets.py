@@ -49,7 +49,7 @@ MODULES = {
 }
 MAX_METHODS = 25
 MAX_METHODS_WITH_BASES = 30
-MAX_ATTRIBUTES = 24
+MAX_ATTRIBUTES = 20
 """Attributes that a class and its bases set of themselves."""
 MAX_WHOLE_CONFIGS = 20
 """Files that have a function which takes the whole Config instead of its sections."""

@@ -98,9 +98,9 @@ class Controller(ControllerInterface):
         )
         self._flights = coordinator.flights
         self._scheduler = coordinator.scheduler
-        self._stages = self._flights.stages
+        stages = self._flights.stages
         wall_us = time.time_ns() // 1000 - _now_us()
-        pipeline = None if self._stages is None else self._stages.pipeline
+        pipeline = None if stages is None else stages.pipeline
         self._event_log = open_event_log(
             config.service, config.cluster, config.scheduler, wall_us, pipeline
         )
@@ -183,9 +183,9 @@ class Controller(ControllerInterface):
         """Let layers of a pipeline move; done when they have. See StageLayouts.want_layout."""
 
         async def want() -> None:
-            if self._stages is None:
+            if (stages := self._flights.stages) is None:
                 raise ValueError("this cluster has no stages: cluster.layout is not pipeline")
-            wanted = self._stages.want_layout(tuple(split))
+            wanted = stages.want_layout(tuple(split))
             self._coordinator.happened(LayoutWanted(tuple(split)))
             limit_s = self._config.limits.longest_change_s
             await wait_for(wanted, limit_s, "the layers go on moving")
@@ -199,7 +199,8 @@ class Controller(ControllerInterface):
         return answer.result(_ANSWER_S)
 
     def _stages_now(self) -> list[dict[str, Any]]:
-        return [] if self._stages is None else self._stages.now()
+        stages = self._flights.stages
+        return [] if stages is None else stages.now()
 
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave. Idempotent."""
@@ -229,13 +230,14 @@ class Controller(ControllerInterface):
             return
         self._bound.set_result(address)
         self._planner = asyncio.create_task(self._plan_for_ever())
-        self._publisher = asyncio.create_task(
+        publisher = asyncio.create_task(
             self._view.publish_for_ever(self._scheduler, self._stages_now)
         )
         self._shell.within(self.members.begin)
         await self._left.wait()
         self._planner.cancel()
         await server.stop(_STREAMS_GRACE_S)
+        publisher.cancel()
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:

@@ -14,7 +14,9 @@ TICKS = 6
 class Heartbeats:
     """Members that have sent a heartbeat, until they are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, suspect_ms: int) -> None:
+        """suspect_ms: silence that is too long."""
+        self.suspect_ms = suspect_ms
         self._silent_ticks: dict[Member, int] = {}
         self._awaited: dict[Member, Member] = {}
         """By member with a blocked decode thread: the member that it waits for."""

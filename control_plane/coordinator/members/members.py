@@ -15,11 +15,7 @@ from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.end import End
 from control_plane.coordinator.members.heartbeats import TICKS, Heartbeats
 from control_plane.coordinator.members.kept_pages import KeptPages
-from control_plane.coordinator.members.output import (
-    Facts,
-    MembersOutput,
-    PrefillArrived,
-)
+from control_plane.coordinator.members.output import Facts, MembersOutput, PrefillArrived
 from control_plane.coordinator.members.replacements import Replacements
 from control_plane.coordinator.members.seat_changes import SeatChanges
 from control_plane.coordinator.members.seats import Seats, SeatsNow
@@ -58,11 +54,11 @@ class Members(TermSteps):
         leave_ms: int,
     ) -> None:
         """num_experts: see Seats."""
-        self._metrics, self._limits, self._facts = metrics, limits, facts
+        self._metrics, self._facts = metrics, facts
         self.output = MembersOutput()
         """What is to be done, until it is taken."""
-        self._instances = tuple(Member("instance", seat) for seat in range(cluster.num_instances))
-        self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
+        instances = tuple(Member("instance", seat) for seat in range(cluster.num_instances))
+        self.expected = (*instances, PREFILL) if has_prefill else instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers, self._leave_ms = recovers, leave_ms
         self.attached = Attached(self.output)
@@ -79,11 +75,9 @@ class Members(TermSteps):
             next_term=lambda: self.terms.number + 1,
             recovery_timeout_ms=limits.recovery_timeout_ms,
         )
-        self._heartbeats = Heartbeats()
-        self.terms = Terms(self._instances, self, metrics.waits_for)
+        self._heartbeats = Heartbeats(limits.suspect_ms)
+        self.terms = Terms(instances, self, metrics.waits_for)
         self.suspicion = Suspicion(self.terms, self._heartbeats, self.deadlines, self.lose)
-        self._is_after_loss = False
-        """Whether an instance was lost since a term last began."""
         self._short_terms = ShortTerms()
         self._kept_pages = KeptPages()
         self._join = Join()
@@ -110,12 +104,12 @@ class Members(TermSteps):
     @property
     def seats(self) -> list[int]:
         """The instances of the term, or of the one being joined; ascending."""
-        return list(map(self._instances.index, self.terms.seats))
+        return list(map(self.terms.instances.index, self.terms.seats))
 
     @property
     def seats_now(self) -> SeatsNow:
         """The seats, for an operator."""
-        present = map(self._instances.index, self.terms.present)
+        present = map(self.terms.instances.index, self.terms.present)
         return self._seats.now(sorted({*self.seats} & {*present}), self.terms.is_serving)
 
     def send(self, member: Member, message: ToMember) -> None:
@@ -178,8 +172,8 @@ class Members(TermSteps):
             self._replace(member, message)
             self.end.unless_recovered(PREFILL)
             return
-        self._is_after_loss = True
-        left = [self._instances.index(e) for e in self.terms.present if e != member]
+        instances = self.terms.instances
+        left = [instances.index(each) for each in self.terms.present if each != member]
         is_to_blame = self._short_terms.is_to_blame(member.instance)
         if is_to_blame and self._seats.leave_out(member.instance, left, message):
             self.output.warn(f"{message}, as soon as in the terms before; its seat stays empty")
@@ -190,12 +184,12 @@ class Members(TermSteps):
             self.output.warn(f"{message}; it was to leave")
             self.replacements.kill(member)
         if self.start.has_succeeded:
-            self.terms.lost(member, [self._instances[seat] for seat in self._seats.to_go_on(left)])
+            self.terms.lost(member, [instances[seat] for seat in self._seats.to_go_on(left)])
             self.output.events.append(InstanceLost(member.instance))
         else:
             # The others may not have dialled yet, and the scheduler has planned nothing.
-            self.start.again(self._instances)
-            self.terms.lost(member, self._instances)
+            self.start.again(instances)
+            self.terms.lost(member, instances)
 
     def _replace(self, member: Member, message: str) -> None:
         self.output.warn(f"{message}; another process takes its place")
@@ -215,12 +209,12 @@ class Members(TermSteps):
 
     def _watch_heartbeats(self) -> None:
         """Lose silent members and record the seats at each tick."""
-        pause_ms = self._limits.suspect_ms / TICKS
+        pause_ms = self._heartbeats.suspect_ms / TICKS
         self.deadlines.start("heartbeats", pause_ms, self._watch_heartbeats)
         self._metrics.seats(self.seats_now.states())
         for member in self._heartbeats.tick():
             if self.start.has_succeeded or self.takes_over:
-                limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
+                limit = f"suspect_ms ({self._heartbeats.suspect_ms} ms)"
                 self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
 
     # --- terms.TermSteps
@@ -245,7 +239,7 @@ class Members(TermSteps):
         self._join = Join(
             peers=tuple(
                 self.attached.where(each) if each in self.terms.seats else Peer()
-                for each in self._instances
+                for each in self.terms.instances
             ),
             newest_ticket=self._facts.newest_ticket,
             seats=tuple(self.seats),
@@ -258,7 +252,7 @@ class Members(TermSteps):
         self._send(PREFILL, self._join)
 
     def term_ended(self) -> None:
-        self.end.unless_recovered(self._instances[0])
+        self.end.unless_recovered(self.terms.instances[0])
         self.changes.term_ended()
         self._metrics.term_ended()
         self.output.events.append(TermEnded())
@@ -267,9 +261,8 @@ class Members(TermSteps):
         self._short_terms.began()
         self.replacements.begin_term()
         if self.deadlines.met("instance"):
-            cause = "loss" if self._is_after_loss else "request"
+            cause = "loss" if self.terms.is_after_loss else "request"
             self._metrics.term_began(self.terms.number, cause)
-            self._is_after_loss = False
             term, seats = self.terms.number, self.terms.seats
             restarts = self._kept_pages.restarts
             regrouped = Regrouped(term, tuple(self.seats), self.terms.keeps_rows, restarts)

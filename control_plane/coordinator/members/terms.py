@@ -54,11 +54,14 @@ class Terms:
         """Number of the term that serves or is being joined; 0 before the first."""
         self.is_serving = False
         """Whether the term has begun and is not over."""
+        self.instances = tuple(instances)
         self.standing = dict.fromkeys(instances, Standing.ABSENT)
         self.seats = list(instances)
         """Instances of the term, or of the one being joined; ascending."""
         self.keeps_rows = False
         """True if the last term ended in order and its rows continue."""
+        self.is_after_loss = False
+        """Whether an instance was lost since a term last began."""
 
     @property
     def may_be_joined(self) -> bool:
@@ -92,6 +95,7 @@ class Terms:
     def lost(self, instance: Member, seats: Sequence[Member]) -> None:
         """End the term: a seat's process is gone. seats: for the next term."""
         self.standing[instance] = Standing.ABSENT
+        self.is_after_loss = True
         self.change(seats)
 
     def change(self, seats: Sequence[Member], keeps_rows: bool = False) -> None:
@@ -138,3 +142,4 @@ class Terms:
         elif standings == {Standing.IN} and not self.is_serving:
             self.is_serving = True
             self._steps.term_began()
+            self.is_after_loss = False

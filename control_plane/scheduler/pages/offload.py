@@ -26,6 +26,10 @@ MAX_COPYING = 16
 """Most pages of one instance that are being copied from frames into slots."""
 
 
+def _empty_tiers(num_host: int, num_file: int) -> tuple[Tier, Tier]:
+    return Tier(0, num_host), Tier(num_host, num_file)
+
+
 class OffloadReading(NamedTuple):
     """The use of a cluster's slots. Pairs are of memory and file."""
 
@@ -56,11 +60,10 @@ class Offload:
         answer: Answer,
     ) -> None:
         self._num_slots = config.offload_host_pages, config.offload_file_pages
-        self.is_on = self._num_slots[0] > 0
         self._state, self._sharing, self._tickets = state, sharing, tickets
         self._quarantine, self._answer = quarantine, answer
         instances = range(len(state.frames))
-        self.tiers = [self._empty() for _ in instances]
+        self.tiers = [_empty_tiers(*self._num_slots) for _ in instances]
         """Memory and file, by instance."""
         self.instance_of: dict[Key, int] = {}
         """Instance of each page that can be found in a slot."""
@@ -86,9 +89,10 @@ class Offload:
         """Pages written to (memory, file) and read from them since the start."""
         sharing.new_pages = [] if self.is_on else None
 
-    def _empty(self) -> tuple[Tier, Tier]:
-        num_host, num_file = self._num_slots
-        return Tier(0, num_host), Tier(num_host, num_file)
+    @property
+    def is_on(self) -> bool:
+        """Return whether memory outside the frames is configured."""
+        return self._num_slots[0] > 0
 
     @property
     def reading(self) -> OffloadReading:
@@ -387,7 +391,7 @@ class Offload:
         for tier in self.tiers[instance]:
             for key in tier.kept:
                 del self.instance_of[key]
-        self.tiers[instance] = self._empty()
+        self.tiers[instance] = _empty_tiers(*self._num_slots)
         self._queued[instance].clear()
 
     def check(self) -> None:
