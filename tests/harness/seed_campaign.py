@@ -103,7 +103,7 @@ def play(seed: int, kind: str = "") -> dict[str, Any]:
             cluster.play()
         finally:
             line |= _counts(cluster)
-            line["tokens"] = sum(len(stream.output_ids) for stream in cluster.streams.values())
+            line["tokens"] = sum(len(stream.output.ids) for stream in cluster.streams.values())
     except Exception as raised:
         line["error"] = f"{type(raised).__name__}: {raised}"
     line["cpu_s"] = round(time.process_time() - begin_s, 3)
