@@ -5,7 +5,6 @@ DeepEP's exchange and the choice of backends are tested here too.
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,22 +13,17 @@ from hypothesis import strategies as st
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8DenseGemm
-from data_plane.model.norm import rms_norm
 from data_plane.model.weights import slots_of
 from data_plane.moe import backend
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.gpu.deep_gemm import DeepGemm
 from data_plane.moe.gpu.grouped import GroupedExperts, GroupedMm
 from data_plane.moe.mixture import MoeSchedule
-from data_plane.startup.experimental import deep_ep
-from data_plane.startup.experimental.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import moe_backends
-from harness.gpu_stand_ins.published_packages import deep_ep as package
 from harness.gpu_stand_ins.published_packages import deep_gemm
 from harness.kernels.kernel_cases import ExpertCase, in_fp8, visited
 from harness.kernels.slow_references import ReferenceGemm, group_rows, ungroup_rows
-from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 
@@ -115,51 +109,6 @@ def test_deep_gemm_reads_experts_that_are_in_fp8_as_they_are():
 def test_deep_gemm_refuses_widths_of_broken_blocks():
     with pytest.raises(ValueError, match="multiples of 128"):
         DeepGemm(8, deep_gemm).prepare(torch.zeros(1, 100, 128))
-
-
-def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
-    case = ExpertCase(torch.bfloat16, experts=range(7))
-    x_TX, expert_TK, weight_TK = case.rows
-    expert_TK = expert_TK.masked_fill(
-        expert_TK >= 7, -1
-    )  # a group of one: all other experts do not exist
-    live_T = torch.arange(20) % 4 != 1
-    cluster = ClusterConfig(num_instances=1, bounds=BoundsConfig(max_rows=32))
-    model = SimpleNamespace(num_experts=7, hidden_size=48)
-    exchange = DeepEpExchange.open(None, cluster, model, package)
-    experts = GroupedExperts(GroupedMm(), case.place_E, *case.weights)
-    dispatched = exchange.dispatch(x_TX, expert_TK, weight_TK, live_T)
-    exchange.run_experts(dispatched, experts)
-    norm_X = torch.ones(48, dtype=torch.bfloat16)
-    y_TX, normed_TX = exchange.combine(dispatched, x_TX, x_TX, norm_X, 1e-6)
-    expected = case.expected.masked_fill(~live_T[:, None], 0) + 2 * x_TX.float()
-    torch.testing.assert_close(y_TX.float(), expected, atol=3e-2, rtol=3e-2)
-    assert normed_TX.equal(rms_norm(y_TX, norm_X, 1e-6))
-
-
-SIZES = {"hidden_size": 7168, "num_experts": 256, "num_experts_per_token": 8}
-SITE = {"dtype": torch.bfloat16, "num_instances": 32, "max_rows": 128}
-
-
-@pytest.mark.parametrize(("what", "words"), [
-    ({}, None),
-    ({"dtype": torch.float32}, "carries bfloat16"),
-    ({"hidden_size": 1024}, "hidden size is 1024"),
-    ({"num_experts_per_token": 12}, "at most 11"),
-    ({"num_instances": 24}, "256 experts cannot be shared"),
-    ({"num_instances": 2, "max_rows": 33}, "multiple of 4"),
-    ({"max_rows": 512}, "needs at least 1026"),
-])  # fmt: skip
-def test_what_deep_ep_cannot_serve_is_named(monkeypatch, what, words):
-    monkeypatch.setattr(deep_ep, "find_spec", lambda name: name)
-    site = SITE | SIZES | what
-    model = SimpleNamespace(**{name: site.pop(name) for name in SIZES})
-    obstacle = deep_ep_obstacle(model=model, **site, environment={})
-    assert words in obstacle if words else obstacle == ""
-
-
-def test_an_absent_deep_ep_is_a_sentence():
-    assert "deep_ep is not installed" in deep_ep_obstacle(model=None, **SITE, environment={})
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
