@@ -16,7 +16,7 @@ class Heartbeats:
 
     def __init__(self, suspect_ms: int) -> None:
         """suspect_ms: silence that is too long."""
-        self.suspect_ms = suspect_ms
+        self.suspect_ms, self.tick_ms = suspect_ms, suspect_ms / TICKS
         self._silent_ticks: dict[Member, int] = {}
         self._awaited: dict[Member, Member] = {}
         """By member with a blocked decode thread: the member that it waits for."""

@@ -13,7 +13,7 @@ from functools import partial
 from control_plane.coordinator.members.attached import Attached
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.end import End
-from control_plane.coordinator.members.heartbeats import TICKS, Heartbeats
+from control_plane.coordinator.members.heartbeats import Heartbeats
 from control_plane.coordinator.members.kept_pages import KeptPages
 from control_plane.coordinator.members.output import Facts, MembersOutput, PrefillArrived
 from control_plane.coordinator.members.replacements import Replacements
@@ -209,8 +209,7 @@ class Members(TermSteps):
 
     def _watch_heartbeats(self) -> None:
         """Lose silent members and record the seats at each tick."""
-        pause_ms = self._heartbeats.suspect_ms / TICKS
-        self.deadlines.start("heartbeats", pause_ms, self._watch_heartbeats)
+        self.deadlines.start("heartbeats", self._heartbeats.tick_ms, self._watch_heartbeats)
         self._metrics.seats(self.seats_now.states())
         for member in self._heartbeats.tick():
             if self.start.has_succeeded or self.takes_over:
