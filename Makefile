@@ -9,24 +9,28 @@ CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECKPOINT := models/tale
-# https://download.pytorch.org/whl/cpu has the CPU build of torch: 0.2 GB to download in place of PyPI's 2.7 GB for CUDA.
-TORCH_INDEX ?=
+# Without NVIDIA's driver, the CPU build of torch: 0.2 GB to download in place of PyPI's 2.7 GB for CUDA. Empty: PyPI's.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+# pip would try an index that is out of reach again and again, for each package.
+REACHED = $(shell $(PYTHON) -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' $(1)/ 2>/dev/null && echo $(1))
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo mutants seeds test test-system lint format proto client gpu-check gpu-bench gpu-overlap clean
+.PHONY: help setup demo mutants seeds test test-system lint format proto client gpu-check gpu-all gpu-bench gpu-overlap clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): 3 GB with the CPU build of torch, about 2 minutes on a quiet machine"
+	$(eval INDEX := $(if $(TORCH_INDEX),$(call REACHED,$(TORCH_INDEX))))
+	@$(if $(TORCH_INDEX),$(if $(INDEX),,echo "$(TORCH_INDEX) cannot be reached: torch is what pip's own index has"))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(INDEX),--extra-index-url $(INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
-setup: $(STAMP)  ## make the environment .venv, 2 minutes; TORCH_INDEX=https://download.pytorch.org/whl/cpu for the CPU build of torch
+setup: $(STAMP)  ## make the environment .venv, 2 minutes; without nvidia-smi with the CPU build of torch, with TORCH_INDEX= with PyPI's
 
 demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prompts, greedy ones exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
@@ -82,6 +86,9 @@ test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(VLLM_SOURCES
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
 gpu-check:  ## every kernel and whole steps against their references on this machine's GPU; under 8 minutes, resumable
 	PYTHONPATH=. $(GPU_PYTHON) tests/gpu_check.py --json benchmarks/results/gpu_check.json
+
+gpu-all:  ## all that this machine's GPU has not run yet, the most valuable first; 25 minutes at most, resumable
+	PYTHONPATH=.:tests $(GPU_PYTHON) benchmarks/gpu/gpu_all.py
 
 gpu-bench:  ## steps, exchange, attention and expert GEMMs against this GPU's ceilings; under 8 minutes, resumable
 	PYTHONPATH=.:tests $(GPU_PYTHON) -m benchmarks.gpu.gpu_step --limit-s 160 --json benchmarks/results/gpu_step.json; step=$$?; \

@@ -42,21 +42,23 @@ def pytest_unconfigure():
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory):
-    """A seeded checkpoint of preset tiny, fp32."""
-    from data_plane.model.make_checkpoint import make_checkpoint
+def models(tmp_path_factory):
+    """A function: a preset, or a name of harness/exact/models.py -> its checkpoint and oracle."""
+    from harness.exact.models import makes_models
 
-    path = tmp_path_factory.mktemp("checkpoints") / "tiny"
-    make_checkpoint(path, "tiny")
-    return path
+    return makes_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def tiny_oracle(tiny_checkpoint):
-    """`transformers` on that checkpoint."""
-    from data_plane.reference.oracle import Oracle
+def tiny_checkpoint(models):
+    """A seeded checkpoint of preset tiny, fp32."""
+    return models("tiny").path
 
-    return Oracle(tiny_checkpoint)
+
+@pytest.fixture(scope="session")
+def tiny_oracle(models):
+    """`transformers` on that checkpoint."""
+    return models("tiny").oracle
 
 
 OLDEST_TRITON = "3.6.0"
@@ -80,23 +82,3 @@ def oldest_triton(tmp_path_factory, worker_id):
     if not folder:
         pytest.skip(f"pip finds no Triton {OLDEST_TRITON} for this machine")
     return folder
-
-
-@pytest.fixture(scope="session")
-def every_expert_checkpoint(tmp_path_factory):
-    """Make a tiny checkpoint where each token visits every expert: no gate is near a tie."""
-    from data_plane.model.make_checkpoint import make_checkpoint
-
-    path = tmp_path_factory.mktemp("checkpoints") / "every_expert"
-    make_checkpoint(
-        path, "tiny", overrides={"num_experts_per_tok": 16, "n_group": 1, "topk_group": 1}
-    )
-    return path
-
-
-@pytest.fixture(scope="session")
-def every_expert_oracle(every_expert_checkpoint):
-    """`transformers` on that checkpoint."""
-    from data_plane.reference.oracle import Oracle
-
-    return Oracle(every_expert_checkpoint)

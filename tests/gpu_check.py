@@ -44,6 +44,7 @@ from harness.gpu.gpu_kernel_checks import (
     fused_checks,
     merge_and_expert_checks,
     package_checks,
+    pages_in_pinned_memory,
 )
 from harness.gpu.gpu_layer_checks import layer_checks
 from harness.gpu.gpu_loss_checks import survives_a_kill
@@ -58,6 +59,7 @@ def all_checks():
     yield from exchange_checks("cuda", 4, 8, FULL_WIDTHS)
     yield "routed exchange, captured, a stream each", captured_exchange
     yield "a captured step with new lengths", captured_lengths_change
+    yield "pages in pinned memory", pages_in_pinned_memory
     if find_spec("transformers") is None:
         print("no tokens are compared: transformers is not installed")
     else:
@@ -79,6 +81,11 @@ def all_checks():
     yield from fused_checks("cuda")
 
 
+def is_named(each, words):
+    """Whether one of the words is in the check's name."""
+    return any(word in each[0] for word in words)
+
+
 def one_is_killed(checkpoint):
     """Kill one of two processes on this card inside a step, and let another one come."""
     from data_plane.reference.oracle import Oracle
@@ -91,6 +98,13 @@ def main():
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument(
         "--limit-s", type=int, default=450, help="begin no further check after this time"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="WORD",
+        action="append",
+        default=[],
+        help="run checks with it in their name",
     )
     parser.add_argument(
         "--after",
@@ -111,21 +125,23 @@ def main():
             machine.write_results(options.json, results, described)
 
     deadline = time.monotonic() + options.limit_s
-    results = run(all_checks(), machine.read_results(options.json), deadline, keep, options.after)
+    checks = (each for each in all_checks() if not options.only or is_named(each, options.only))
+    results = run(checks, machine.read_results(options.json), deadline, keep, options.after)
     is_lost = bool(results) and results[-1].pop("is_lost", False)
     keep(results)
     if is_lost:
-        run_the_rest(results[-1]["check"], options.json, deadline)
+        run_the_rest(results[-1]["check"], options, deadline)
     sys.exit(any(result["error"] for result in results))
 
 
-def run_the_rest(lost_at, path, deadline):
+def run_the_rest(lost_at, options, deadline):
     """Run the checks after the one that lost the device, in another process."""
-    if path is None:
+    if options.json is None:
         print("this process has lost the device; with --json the other checks would run in another")
         return
     left_s = str(max(0, round(deadline - time.monotonic())))
-    command = [sys.executable, __file__, "--json", path, "--limit-s", left_s, "--after", lost_at]
+    command = [sys.executable, __file__, "--json", options.json, "--limit-s", left_s]
+    command += ["--after", lost_at, *(f"--only={word}" for word in options.only)]
     subprocess.run(command, check=False)
 
 

@@ -9,9 +9,9 @@ from harness.programs.texts import TEXTS
 
 LAWS = [
     "frozen window", "one window for all", "quarantine", "pages ahead", "hand-offs", "step commit",
-    "table digests", "equal epochs", "ordered tokens", "bounded waits", "one clock", "terms",
-    "one history", "kept KV", "planned terms", "checked drafts", "equal width", "bounded positions",
-    "late fold", "one state", "state of the position",
+    "table digests", "named slots", "equal epochs", "ordered tokens", "bounded waits", "one clock",
+    "terms", "one history", "kept KV", "planned terms", "checked drafts", "equal width",
+    "bounded positions", "late fold", "one state", "state of the position",
 ]  # fmt: skip
 PROTOCOL = (ROOT / "docs/develop/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", PROTOCOL, re.M | re.S))

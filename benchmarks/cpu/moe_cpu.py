@@ -30,7 +30,7 @@ from benchmarks.kit.bench import BenchRun, Claim, Interval, at_most, bench
 from benchmarks.kit.machine import TwoProcesses, two_processes
 from benchmarks.kit.service import checkpoint_of, decode, random_prompts
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots_of
+from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
 from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.kernels import NativeKernels
@@ -50,7 +50,7 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.config.whole import Config
 from nanocp.serve.process import serving
 from nanocp.serve.service import member_environment
-from nanocp.values.experts import home_experts
+from nanocp.values.experts import home_experts, home_table
 from nanocp.values.members import Peer
 
 PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
@@ -211,6 +211,7 @@ class _Member:
         self._own = own
         model, one = ModelConfig.from_folder(checkpoint_of("small")), NativeKernels(torch.float32)
         layers = _draw(model, one, own)
+        home = home_table(model.num_experts, own.num_instances)
         bounds = BoundsConfig(max_rows=MAX_ROWS, max_attention_rows=MAX_ROWS)
         layout = step_layout(bounds, DataPlaneConfig(dtype=DTYPE), model)
         where = (own.instance, own.num_instances, layout, LimitsConfig())
@@ -225,10 +226,11 @@ class _Member:
             schedule: MoeSchedule = MoeSchedule.BARRIER,
             exchange: TensorExchange = exchange,
         ) -> NativeMixtures:
-            return NativeMixtures(exchange, model, layers, kernels, MAX_ROWS, _quiet, schedule)
+            how = kernels, MAX_ROWS, _quiet, home, schedule
+            return NativeMixtures(exchange, model, layers, *how)
 
         self._mixtures: dict[str, Any] = {
-            PARTS: ExpertExchange(exchange, model, layers, one, _quiet),
+            PARTS: ExpertExchange(exchange, model, layers, one, _quiet, home),
             CALL: in_one_call(one),
             EARLY: in_one_call(one, MoeSchedule.ARRIVAL),
         }
@@ -282,7 +284,7 @@ def _draw(model: ModelConfig, kernels: NativeKernels, own: MixtureMember) -> lis
                 torch.randn(experts, hidden, generator=generator) * hidden**-0.5
             ),
             gate_bias=torch.zeros(experts),
-            slot_E=slots_of(here, experts),
+            held=list(here),
             mlps=[mlp() for _ in here],
             shared=mlp() if model.num_shared_experts else None,
         )

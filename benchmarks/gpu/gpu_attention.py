@@ -248,10 +248,9 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
         gate_up, down = all_gate_up[:num_experts], all_down[:num_experts]
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device())
         place = torch.arange(num_experts, device=device())
-        live = torch.ones(rows, dtype=torch.bool, device=device())
-        pairs = find_pairs(x, place.expand(rows, -1).contiguous(), live, place, num_experts)
+        pairs = find_pairs(x, place.expand(rows, -1).contiguous(), num_experts)
         for name, gemm in gemms.items():
-            experts = GroupedExperts(gemm, place, gate_up, down)
+            experts = GroupedExperts(gemm, gate_up, down)
             us = replay_us([partial(experts.run_pairs, pairs)], shapes.rounds)
             weights = gate_up.nbytes + down.nbytes
             flops = 2 * num_experts * rows * 3 * hidden * size

@@ -84,8 +84,8 @@ class Card:
     def graphs(self, parts: GpuParts) -> Any:
         """What captures a step: on the CPU it does not."""
         if self.is_gpu:
-            return CudaGraphs(parts.pool, parts.step.run)
-        return eager(parts.pool, parts.step.run)
+            return CudaGraphs((parts.pool, parts.step))
+        return eager((parts.pool, parts.step))
 
     def parts(
         self,
@@ -202,7 +202,7 @@ class OneStep:
         (self.parts,) = card.parts(model, 1, num_rows * pages, context + PAGE_SIZE)
         self.bucket = self.parts.pool.context(Bucket(num_rows, 0, has_links=False))
         fill(self.parts, num_rows, context, {}, {})
-        self.launch = eager(self.parts.pool, self.parts.step.run)(self.bucket)
+        self.launch = eager((self.parts.pool, self.parts.step))(self.bucket)
         self.launch()
         card.sync()
         self.replay = card.graphs(self.parts)(self.bucket)

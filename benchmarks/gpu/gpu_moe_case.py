@@ -21,7 +21,7 @@ from benchmarks.gpu.gpu_shapes import deepseek_v3
 from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8Weight
 from data_plane.model.linear import PlainLinear
-from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
+from data_plane.model.weights import MlpWeights, MoeWeights
 from data_plane.moe.fused.mixture import FusedMoe, FusedTiles, GateTiles, fused_weights
 from data_plane.moe.fused.state import FusedRows, FusedWeights
 from data_plane.moe.gpu.all_to_all_gpu import (
@@ -33,11 +33,13 @@ from data_plane.moe.gpu.all_to_all_gpu import (
 from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.gpu.grouped import GroupedExperts
+from data_plane.moe.mixture import SlotNames
+from data_plane.step.probe import no_probe
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernels.kernel_cases import in_fp8
-from nanocp.values.experts import home_experts
+from nanocp.values.experts import home_table
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,11 @@ class MoeCase:
         is_wide = form == "fp32" or not self.is_card
         self.dtype = torch.float32 if is_wide else torch.bfloat16
         self.everyone = range(num_instances)
+        home = home_table(num_instances * num_here, num_instances)
         self.model = model = shapes.model(num_instances * num_here)
         value, per_row = "float32" if is_wide else "uint16", model.num_experts_per_token
         sizes: dict[str, Any] = {
-            "num_instances": num_instances, "device": self.device,
+            "num_instances": num_instances, "num_here": num_here, "device": self.device,
         }  # fmt: skip
         # Epochs of the two forms differ, so each has memory of its own. The split path, whose time
         # grows with its bound, gets the least one.
@@ -113,11 +116,13 @@ class MoeCase:
         self.gate = gate * model.hidden_size**-0.5
         self.split, self.fused, self.weights, self.experts = [], [], [], []
         for i, (exchange, other) in enumerate(zip(*ends, strict=True)):
-            moe, fused_experts = self._weights(i, num_instances, form)
-            self.weights.append(fused_weights(moe, fused_experts))
+            moe, fused_experts = self._weights(form)
+            layers: Any = SimpleNamespace(layers=[SimpleNamespace(moe=moe)])
+            names = SlotNames(home, layers.layers, model.num_experts, self.device)
+            self.weights.append(fused_weights(moe, fused_experts, names.of(0)))
             self.fused.append(
                 FusedMoe(
-                    other, model, num_here=num_here, is_fp8=form == "fp8", tiles=shapes.tiles,
+                    other, model, is_fp8=form == "fp8", tiles=shapes.tiles,
                     max_rows=shapes.max_rows, dtype=self.dtype, **sizes,
                 )
             )  # fmt: skip
@@ -125,24 +130,17 @@ class MoeCase:
             self.fused[-1].num_programs = max(1, programs)
             all_to_all: GpuAllToAll = GpuAlone()
             if num_instances > 1:
-                all_to_all = GpuExpertExchange(
-                    exchange, num_experts=model.num_experts, max_rows=num_rows, **sizes
-                )
-            layers: Any = SimpleNamespace(layers=[SimpleNamespace(moe=moe)])
+                all_to_all = GpuExpertExchange(exchange, max_rows=num_rows, **sizes)
             split = GpuWeights(layers, (self.experts[i],))
-            self.split.append(GpuMixtures(all_to_all, model, split))
+            self.split.append(GpuMixtures(all_to_all, model, split, names, exchange))
         self.x = torch.randn(num_instances, num_rows, model.hidden_size, device=self.device)
         self.x = self.x.to(self.dtype)
         self.residual = torch.zeros_like(self.x)
         self.live = torch.ones(num_instances, num_rows, dtype=torch.bool, device=self.device)
 
-    def _weights(
-        self, instance: int, num_instances: int, form: str
-    ) -> tuple[MoeWeights, GroupedExperts]:
+    def _weights(self, form: str) -> tuple[MoeWeights, GroupedExperts]:
         """Draw a layer's weights: what both forms read, and the experts with the shared one."""
         model, num_here = self.model, self.num_here
-        home = home_experts(model.num_experts, instance, num_instances)
-        place_E = slots_of(home, model.num_experts).to(self.device)
 
         def weight(rows: int, columns: int) -> Tensor | Fp8Weight:
             drawn = torch.randn(num_here + 1, rows, columns, device=self.device) * columns**-0.5
@@ -156,18 +154,19 @@ class MoeCase:
         width = model.expert_size
         both = weight(2 * width, model.hidden_size), weight(model.hidden_size, width)
         routed = [part(each, slice(num_here)) for each in both]
-        self.experts.append(GroupedExperts(TritonGemm(), place_E, *routed))
+        self.experts.append(GroupedExperts(TritonGemm(), *routed))
         plain = [
             each if isinstance(each, Tensor) else each.dequantised().to(self.dtype)
             for each in (part(each, num_here) for each in both)
         ]
         shared = MlpWeights(*map(PlainLinear, plain))
         bias = torch.zeros(model.num_experts, device=self.device)
-        moe = MoeWeights(self.gate, bias, place_E, [], shared)
-        return moe, GroupedExperts(TritonGemm(), place_E, *both)
+        moe = MoeWeights(self.gate, bias, [], [], shared)
+        return moe, GroupedExperts(TritonGemm(), *both)
 
     def _phases(self, mixture: GpuMixtures, i: int) -> Any:
-        return mixture.phases(self.residual[i], self.x[i], self.live[i], 0, self.x[i][0])
+        rows = self.residual[i], self.x[i], self.live[i]
+        return mixture.phases(*rows, 0, self.x[i][0], no_probe)
 
     def run_split(self) -> list[Tensor]:
         """Run a layer of all instances by its parts, in turn."""

@@ -7,21 +7,26 @@ Needs torch, no network. Waits for a peer are a kernel that spins for a given ti
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from statistics import median, pstdev
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.kit.bench import BenchRun, Claim, Result, at_least, at_most, bench
 from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.graph.lane_parts import OTHER, LanePart
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.engine.engine import OverlapEngine
 from nanocp.overlap.engine.streams import CudaStreams
+from nanocp.overlap.interference import Interference
 from nanocp.overlap.ops import SplitFunc
+from nanocp.overlap.paper import TABLE_3
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow
 
 GEMMS = ((64, 7168, 2048), (512, 7168, 2048), (2048, 8192, 3584))
@@ -155,9 +160,20 @@ def _captured(pool: Any, model: nn.Module, parts: Sequence[Tensor]) -> Callable[
     for part in parts:
         model(part)
     torch.cuda.synchronize()
-    run: Any = model
     contexts: list[Any] = list(parts)
-    return CudaGraphs(pool, run, *[(pool, run)] * (len(parts) - 1)).capture(*contexts)
+    return CudaGraphs(*[(pool, OnePart(model))] * len(parts)).capture(*contexts)
+
+
+class OnePart(NamedTuple):
+    """A model as the step of a lane, in one part."""
+
+    run: Callable[[Any], Any]
+    tags: Sequence[str] = (OTHER.tag,)
+
+    def phases(self, context: Any) -> Iterator[LanePart]:
+        """Yield the part, then run it."""
+        yield OTHER
+        self.run(context)
 
 
 @torch.no_grad()
@@ -215,6 +231,23 @@ def spread(results: Sequence[Result]) -> Iterator[str]:
         )
 
 
+def table(results: Sequence[Result]) -> str:
+    """A cluster file's `interference`, with the network of an A100."""
+    points = [(0.0, 0.0)]
+    for share, speed in sorted(
+        (round(1 - each["r"], 3), each["p"])
+        for each in results
+        if each["kind"] == "interference"
+        and (each["mechanism"], each["of"]) == ("two streams", "memory")
+    ):
+        if points[-1][0] < share < 1 and points[-1][1] <= speed <= 1:
+            points.append((share, speed))
+    measured = Interference(
+        (*points, (1.0, 1.0)), TABLE_3.network, "here by memory, on an A100 by the network"
+    )
+    return f"interference: {json.dumps(asdict(measured))}\n"
+
+
 def _repeat(call: Callable[[], Any], count: int) -> None:
     for _ in range(count):
         call()
@@ -262,6 +295,8 @@ def main(run: BenchRun) -> None:
         if what not in done:
             run.attempt(what, lambda w=what, m=measure: [{"what": [*w], **each} for each in m()])
     run.say("\n".join(spread(run.results)))
+    if any(result["kind"] == "interference" for result in run.results):
+        run.say("For a cluster file:\n" + table(run.results))
     if not run.is_tiny:
         run.judge(claims(run.results))
 

@@ -15,7 +15,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.linear import LinearLayer, PlainLinear
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
-from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights, slots_of
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.gpu.grouped import GroupedExperts, GroupedGemm
 from nanocp.config.cluster import BoundsConfig
@@ -118,7 +118,7 @@ def random_weights(
     moe = MoeWeights(
         gate,
         torch.zeros(model.num_experts, device=device),
-        slots_of(experts, model.num_experts).to(device),
+        list(experts),
         [],
         None if is_alone else mlp(model.expert_size),
     )
@@ -141,7 +141,6 @@ def random_weights(
     num_shared = model.num_shared_experts if is_alone else 0
     grouped = GroupedExperts(
         gemm,
-        slots_of(experts, model.num_experts).to(device),
         weight(len(experts) + num_shared, 2 * size, model.hidden_size),
         weight(len(experts) + num_shared, model.hidden_size, size),
         num_shared,

@@ -1,9 +1,9 @@
 """What benchmarks share: options, the machine, progress, tables, claims and the file of results.
 
 Enters: a function that measures. Leaves: a program with `--quick`, `--json PATH` and the function's
-own options; its exit status is 1 if a claim is missed, 2 if none could be judged. Does not know:
-what is measured. Only tables and progress need more than the standard library: a GPU machine may
-have torch and Triton only.
+own options; its exit status is 1 if a claim is missed, 2 if none could be judged or the time was
+over. Does not know: what is measured. Only tables and progress need more than the standard library:
+a GPU machine may have torch and Triton only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.kit import machine
 Result = dict[str, Any]
 Each = TypeVar("Each")
 CANNOT_JUDGE = 2
-"""Exit status of a run that could judge none of its claims: it is no success."""
+"""Exit status of a run that judged none of its claims, or not all: it is no success."""
 _NUM_RESAMPLES = 4000
 
 
@@ -219,8 +219,8 @@ class BenchRun:
             self.say(claim)
         if self._has_failed or any(claim.holds is False for claim in self.claims):
             return 1
-        is_open = all(claim.holds is None for claim in self.claims)
-        return CANNOT_JUDGE if self.claims and is_open else 0
+        is_open = bool(self.claims) and all(claim.holds is None for claim in self.claims)
+        return CANNOT_JUDGE if self._is_over or is_open else 0
 
 
 def bench(

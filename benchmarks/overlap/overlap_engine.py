@@ -28,6 +28,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
     StaticCache,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from benchmarks.kit.bench import BenchRun, Claim, at_most, bench
 from nanocp.overlap.engine.backend import overlap, overlap_backend
@@ -77,14 +80,14 @@ def main(run: BenchRun) -> None:
 
 
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODELS: dict[str, tuple[str, Any, Any, dict[str, int]]] = {
-    "Llama": ("LlamaAttention", LlamaConfig, LlamaForCausalLM, {}),
+MODELS: dict[str, tuple[type, Any, Any, dict[str, int]]] = {
+    "Llama": (LlamaAttention, LlamaConfig, LlamaForCausalLM, {}),
     "Qwen3-MoE": (
-        *("Qwen3MoeAttention", Qwen3MoeConfig, Qwen3MoeForCausalLM),
+        *(Qwen3MoeAttention, Qwen3MoeConfig, Qwen3MoeForCausalLM),
         _FEW_EXPERTS | {"num_experts": 4, "head_dim": 16},
     ),
     "DeepSeek-V3": (
-        *("DeepseekV3Attention", DeepseekV3Config, DeepseekV3ForCausalLM),
+        *(DeepseekV3Attention, DeepseekV3Config, DeepseekV3ForCausalLM),
         _FEW_EXPERTS
         | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         | {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}

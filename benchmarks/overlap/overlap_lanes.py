@@ -2,8 +2,8 @@
 
 Enters: a preset's checkpoint. Leaves: a table, and a list of {rows, mb_per_s, one_us, two_us,
 halves_on_time, waits_of_compute, hidden, ...}. Does not know: how lanes take turns. A put is
-published when a link of the rate would have carried it, after the puts before it. Times of one and
-two lanes are taken by turns; the fastest step of each counts.
+published when a link of the rate would have carried it. Times are taken by turns; the fastest step
+of each counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.kit.bench import BenchRun, Claim, bench
+from benchmarks.kit.bench import BenchRun, Claim, at_most, bench
 from benchmarks.kit.measured_twice import (
     Ways,
     claims_of_choices,
@@ -27,15 +27,16 @@ from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment
+from nanocp.simulator.fit.lanes import candidates, lane_point
 
 MAX_RATIO = 0.85
 """Claim: two lanes take at most this much of one lane where waits are as long as compute."""
 MAX_HALVES = 1.2
-"""That is claimed where two lanes take at most this much of one lane's time with puts on time.
-
-With few rows each half reads all weights again, and nothing that is hidden makes up for that."""
+"""That is claimed where two lanes take at most this much of one lane's time with puts on time."""
 WAITS = (0.7, 1.2)
 """What counts as "as long": waits over compute."""
+MAX_OF_HALVES = 0.97
+"""Claim: there the chosen order takes at most this much of the order "behind_first"."""
 MAX_OF_ONE = 1.02
 """Claim: what is chosen takes at most this much of one lane where two are no faster."""
 WANTED_WAITS = (0.0, 0.3, 0.8, 1.0, 2.0)
@@ -84,18 +85,14 @@ def batch_of(rows: int) -> Batch:
 def measure(
     cluster: MeasuringCluster, rows: int, wanted: tuple[float, ...], num_steps: int, config: Config
 ) -> Iterator[dict[str, Any]]:
-    """A point for each wanted length of waits, in parts of the time of a step on time.
-
-    Steps on time are measured before and beside each point: a machine that is slower for a while is
-    so for all of them.
-    """
+    """A point for each wanted length of waits; steps on time are measured beside each."""
     batch = batch_of(rows)
 
     def waits_of_compute(ns_per_byte: float) -> float:
-        return cluster.measure_lanes(batch, num_steps, ns_per_byte).one_us / compute_us - 1
+        return cluster.measure_lanes(batch, num_steps, ns_per_byte, ())[0].us / compute_us - 1
 
     on_time = cluster.measure_lanes(batch, num_steps)
-    compute_us = on_time.one_us
+    compute_us = on_time[0].us
     probe_ns = PROBE_NS
     while (probed := waits_of_compute(probe_ns)) < 0.5 and probe_ns < 64 * PROBE_NS:
         probe_ns *= 2
@@ -103,17 +100,21 @@ def measure(
     ns_per_wait = probe_ns / max(waits_of_compute(2 * probe_ns) - probed, 0.1)
     for share in wanted:
         ns_per_byte = share and max(probe_ns + (share - probed) * ns_per_wait, 1.0)
-        first = cluster.measure_lanes(batch, num_steps, ns_per_byte)
-        before, on_time = on_time, cluster.measure_lanes(batch, num_steps)
-        second = cluster.measure_lanes(batch, num_steps, ns_per_byte)
-        compute_us, halves_us = map(min, zip(before[:2], on_time[:2], strict=True))
-        table = replace(
-            config.scheduler,
-            lanes="measured",
-            lane_table=((rows, len(batch), max(1, round(100 * first.two_us / first.one_us))),),
+        ((*_, whole),), ((*_, half),) = (
+            cluster.measure_lanes(part, num_steps, ns_per_byte, ())
+            for part in (batch, batch_of(rows // 2))
         )
-        one_us, one_waited_us = min(each[::2] for each in (first, second))
-        two_us, two_waited_us = min(each[1::2] for each in (first, second))
+        orders = candidates(whole, half)
+        first = cluster.measure_lanes(batch, num_steps, ns_per_byte, orders)
+        before, on_time = on_time, cluster.measure_lanes(batch, num_steps)
+        second = cluster.measure_lanes(batch, num_steps, ns_per_byte, orders)
+        compute_us, halves_us = (min(ways)[0] for ways in zip(before, on_time, strict=True))
+        entry = lane_point(rows, len(batch), first, orders)
+        table = replace(config.scheduler, lanes="measured", lane_table=(entry,))
+        chosen = 1 + orders.index(entry[3])
+        (one_us, one_waited_us), (two_us, two_waited_us) = (
+            min(first[way][:2], second[way][:2]) for way in (0, chosen)
+        )
         yield {
             "rows": rows,
             "mb_per_s": round(1000 / ns_per_byte, 1) if share else "on time",
@@ -122,8 +123,11 @@ def measure(
             "halves_on_time": round(halves_us / compute_us, 2),
             "waits_of_compute": round((one_us - compute_us) / compute_us, 2),
             "hidden": round(1 - two_waited_us / one_waited_us, 2) if share else None,
+            "order": entry[3],
+            "of_plain_halves": round(second[chosen].us / second[1].us, 3),
             **point_of(
-                Ways(*first[:2]), Ways(*second[:2]), other_is_chosen=table.lanes_pay(rows, 0)
+                *(Ways(each[0].us, each[chosen].us) for each in (first, second)),
+                other_is_chosen=table.lane_order(rows, 0) > 0,
             ),
         }
 
@@ -138,6 +142,9 @@ def claims_of(points: list[dict[str, Any]]) -> Iterator[Claim]:
         for point in as_long
     )
     yield from claims_of_long_waits(named, "two lanes take {} of one", MAX_RATIO)
+    for point in long:
+        what = f"{point['rows']} rows: {point['order']} takes {{}} of plain halves"
+        yield at_most(what, point["of_plain_halves"], MAX_OF_HALVES)
     if points and not as_long:
         yield Claim(
             f"a point has waits of {WAITS[0]} to {WAITS[1]} of compute, and halves on time take "

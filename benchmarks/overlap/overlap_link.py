@@ -4,9 +4,8 @@ Enters: nothing. Leaves: a table, and a list of {link_of_compute, whole_us, halv
 Does not know: in which order operators run.
 
 A Llama is cut over two processes, each with half of every layer; they sum its outputs over TCP
-(gloo). The kernel paces their sockets (SO_MAX_PACING_RATE), which needs no privilege. Threads that
-send interrupt those that compute, as a network card does. The whole batch and its halves run by
-turns; the fastest forward of each counts.
+(gloo). The kernel paces their sockets. The whole batch and its halves run by turns; the fastest
+forward of each counts.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ MAX_OF_WHOLE = 1.03
 MIN_GAIN = 0.03
 """The halves are chosen if they save at least this much."""
 WANTED = (0.0, 0.4, 0.9, 1.1, 2.0)
-"""Link over compute; 0 is a link that nothing slows down."""
+"""Link over compute."""
 NUM_PROCESSES = 2
 HIDDEN_SIZE = 1024
-"""Compute grows with its square. The sums take processor time too, which no order of operators
-hides: 0.15 of compute with 512."""
+"""Compute grows with its square."""
 TOKENS = (8, 64)
 """Rows of the batch, and tokens of each: so many that a half needs little more than half the time.
 """

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.kit.machine import ROOT
+from benchmarks.pipeline.forming import making
 from control_plane.scheduler.pipeline.layer_policies import LayerPolicy, Split
 from control_plane.scheduler.pipeline.predictor import PassTimes
 from nanocp.simulator.loads.workload import Workload
@@ -153,7 +154,7 @@ def play(task: PipelineRun) -> tuple[PipelineRun, PipelineOutcome]:
     trial = PipelineTrial(
         file,
         task.policy,
-        passes=task.passes,
+        make_rows=making(task.passes),
         layout_window=task.window,
         moves_are_free=task.control == "free",
         warm_up_us=round(task.seconds * 0.25e6),

@@ -30,7 +30,7 @@ from benchmarks.service.chaos import CONFIG, NUM_INSTANCES, Disturbed, play_in_p
 from control_plane.launchers.processes import ProcessLauncher
 from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import expert_range, load_experts
+from data_plane.model.weights import load_experts
 from data_plane.startup.cpu import load_shared_weights
 from data_plane.startup.shared_parts import torch_dtype
 from nanocp.cli.demo.chaos_run import ChaosRun
@@ -38,6 +38,7 @@ from nanocp.cli.demo.judge import Judge, ReferenceJudge
 from nanocp.cli.demo.load import Asked
 from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment, open_checkpoint
+from nanocp.values.experts import home_table
 from nanocp.values.members import Member
 
 Kind = TypeVar("Kind", int, str)
@@ -238,9 +239,9 @@ def _experts_load_s(checkpoint: Path) -> float:
     """Seconds in which one instance's experts are loaded into weights that are here."""
     weights, dtype = load_shared_weights(WITH_SPARE, checkpoint), torch_dtype(WITH_SPARE.data_plane)
     model = ModelConfig.from_folder(checkpoint)
-    held = dict(enumerate(expert_range(model, 0, NUM_INSTANCES)))
+    home = home_table(model.num_experts, NUM_INSTANCES)
     began_s = time.monotonic()
-    load_experts(checkpoint, model, dtype, weights, held)
+    load_experts(checkpoint, model, dtype, weights, home, 0)
     return round(time.monotonic() - began_s, 3)
 
 

@@ -26,13 +26,13 @@ from nanocp.simulator.analyser.analysis import (
     changed_costs,
     step_us,
 )
-from nanocp.simulator.analyser.groups import all_sustained, play_groups
+from nanocp.simulator.analyser.groups import play_groups
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.loads.request_logs import read_log
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
-from nanocp.simulator.outcome import ATTAINMENT
+from nanocp.simulator.outcome import ATTAINMENT, Outcome
 from nanocp.simulator.sweep import highest_sustained_rate, sweep
 from nanocp.simulator.trial import Trial
 
@@ -106,6 +106,15 @@ def told_others(trial: Trial) -> Line:
     with patch.object(CostModel, "in_tokens", lambda self, num_drafts=0: fitted):
         told_ms = trial.filled().play().step_ms_mean
     return {"case": "told the fitted costs", "step": round(told_ms / true_ms, 4)}
+
+
+def all_sustained(outcomes: list[Outcome]) -> bool:
+    """Whether all requests together meet the SLO, and no group fills up."""
+    num_judged = sum(outcome.num_judged for outcome in outcomes)
+    num_missed = sum(outcome.num_missed for outcome in outcomes)
+    is_met = num_missed <= (1 - ATTAINMENT) * num_judged
+    fills_up = any(outcome.is_drifting and outcome.drift > 0 for outcome in outcomes)
+    return is_met and num_judged > 0 and not fills_up
 
 
 def groups_against_one(trial: Trial) -> Line:

@@ -38,15 +38,13 @@ class Coordinator:
     ) -> None:
         """make_flights: makes the scheduler and the sender of its plans.
 
-        num_experts: see members.seats. obstacle_to_more: see output.Facts. Raises ValueError for an
-        unknown policy.
+        obstacle_to_more: see output.Facts. Raises ValueError for an unknown policy.
         """
         self._window_ms = limits.plan_timeout_ms + limits.exchange_timeout_ms
         """Longest time that the oldest window may take."""
         self._front_end = front_end
         self._metrics = metrics
         self.obstacle_to_more = obstacle_to_more
-        """Explains why there is no room for this many more instances; empty if there is."""
         self.members = make_members(self)
         self.flights = make_flights(self.members)
         self.scheduler = self.flights.scheduler
@@ -171,18 +169,15 @@ class Coordinator:
         for ended in plan.ended:
             self._submitted.pop(ended.request_id, None)
             self.report_end(ended)
-        self._watch_scheduler(now_us)
+        self.deadlines.met("scheduler")
+        deadline_us = self.scheduler.next_deadline_us
+        if deadline_us is not None:
+            self.deadlines.start("scheduler", max(0, deadline_us - now_us) / 1e3, self.wake)
 
     def report_end(self, ended: Ended) -> None:
         """Inform the front end that a request has ended."""
         self._metrics.scheduling.ended(ended)
         self._front_end.ended(ended)
-
-    def _watch_scheduler(self, now_us: int) -> None:
-        self.deadlines.met("scheduler")
-        deadline_us = self.scheduler.next_deadline_us
-        if deadline_us is not None:
-            self.deadlines.start("scheduler", max(0, deadline_us - now_us) / 1e3, self.wake)
 
     def _watch_window(self) -> None:
         """End the cluster if the oldest window takes too long (protocol.md, bounded waits)."""

@@ -57,7 +57,7 @@ _THREAD_TIMEOUT_S = 10.0
 _Serving = health_pb2.HealthCheckResponse
 
 
-class FrontEnd:
+class FrontEnd(ControllerEvents):
     """One front end of a service, usable from any thread: start, open, drain, stop.
 
     `placed`, `preempted`, `interrupted` and `ended` are the controller's callbacks
@@ -171,24 +171,20 @@ class FrontEnd:
     # --- the controller's callbacks ---
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """Take the request's placement. Unknown ids are ignored."""
         self._call(lambda: self._streams.placed(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:
-        """Submit the request again when all its tokens are here. Unknown ids are ignored."""
         self._call(lambda: self._streams.preempted(preempted))
 
     def interrupted(self, cause: str = "term") -> int:
-        """Submit every open request again; return their number. cause: see Observer.on_token."""
+        """Submit every open request again. cause: see Observer.on_token."""
         self._call(lambda: self._streams.interrupted(cause))
         return 1
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """Submit the request again, from its tokens in order. Unknown ids are ignored."""
         self._call(lambda: self._tokens_lost(request_id, sentence))
 
     def ended(self, ended: Ended) -> None:
-        """Take the end of a request from the scheduler. Unknown ids are ignored."""
         self._call(lambda: self._streams.ended(ended))
 
     def _call(self, function: Callable[[], None]) -> None:

@@ -269,7 +269,6 @@ class OpenRequests:
         raise RequestError(FinishReason.FAILED, self.closed_because)
 
     def _validated(self, request: ClientRequest) -> tuple[Sequence[int], Sequence[Choice]]:
-        """Raises ValueError. May take long."""
         valid = validated(request, self.limits, self.tokenizer)
         if request.resume is None:
             choices = [

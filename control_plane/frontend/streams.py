@@ -40,7 +40,7 @@ class Submissions:
         """Numbers of the next requests."""
         self._controller: ControllerInterface | None = None
 
-    def connect(self, controller: ControllerInterface, first_id: int) -> None:
+    def connect(self, controller: ControllerInterface, first_id: int = 0) -> None:
         """Send requests to this controller from now on, numbered from first_id on or later."""
         self._controller = controller
         # Some may have come since the controller was told the newest number.
@@ -112,16 +112,13 @@ class ClientStreams:
         self._observer = observer
         self._steps_per_window = steps_per_window
         self._submissions = Submissions(front_end, id_step, hashes_output)
+        self.connect = self._submissions.connect
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
         """Choices that have not ended, at least one, by the client's id."""
         self._asking: dict[int, ClientStream] = {}
         """Requests that asked for log probabilities of their prompt, which may come after the last
         token."""
-
-    def connect(self, controller: ControllerInterface, first_id: int = 0) -> None:
-        """Send requests to this controller from now on, numbered from first_id on or later."""
-        self._submissions.connect(controller, first_id)
 
     def submit(
         self,

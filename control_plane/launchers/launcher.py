@@ -53,4 +53,4 @@ class Launcher(Protocol):
         """
 
     def kill(self, member: Member) -> None:
-        """End a member's latest process at once, even if it is stopped."""
+        """End a member's latest process at once, even if it is stopped; nothing after `stop`."""

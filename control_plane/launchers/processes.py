@@ -148,7 +148,6 @@ class ProcessLauncher(Launcher):
         self._processes[member].process.kill()
 
     def pid(self, member: Member) -> int:
-        """Return the pid of the member's latest process."""
         return self._processes[member].process.pid
 
     def _watch(self, watched: _Process) -> None:
@@ -160,7 +159,9 @@ class ProcessLauncher(Launcher):
                 last_line = line or last_line
                 print(line, file=sys.stderr)
         status = watched.process.wait()
-        how = _describe_exit(status)
+        how = f"its process ended with status {status}"
+        if status < 0:
+            how = f"its process was ended by {signal.Signals(-status).name}"
         if -status in _FROM_OTHERS:
             last_line = ""
         with self._lock:
@@ -173,9 +174,3 @@ class ProcessLauncher(Launcher):
         with spare.process.stdout as lines:
             for _ in lines:
                 spare.is_ready = True
-
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}"
-    return f"its process ended with status {status}"

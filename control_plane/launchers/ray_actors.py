@@ -82,9 +82,8 @@ class RayLauncher(Launcher):
         """Start the members; only from the main thread."""
         try:
             self._start(specs, exited)
-        except (
-            Exception
-        ) as error:  # No narrower class: Ray itself raises this one if its processes are late.
+        # No narrower class: Ray itself raises this one if its processes are late.
+        except Exception as error:
             raise RuntimeError(f"Ray does not start: {error}") from error
 
     def _init_ray(self) -> None:
@@ -261,10 +260,11 @@ class RayLauncher(Launcher):
             self._is_stopped = True
         self.end_spares()
         self._join_watchers(timeout_s)
-        for member in self._actors:
-            self.kill(member)
+        for actor in self._actors.values():
+            ray.kill(actor)
         self._join_watchers(KILL_TIMEOUT_S)
-        self._actors.clear()
+        with self._lock:
+            self._actors.clear()
         self._release_nodes()
         ray.shutdown()
         return ()
@@ -295,7 +295,10 @@ class RayLauncher(Launcher):
     def kill(self, member: Member) -> None:
         import ray
 
-        ray.kill(self._actors[member])
+        # Under the lock: without its actors Ray may be gone too.
+        with self._lock:
+            if (actor := self._actors.get(member)) is not None:
+                ray.kill(actor)
 
 
 def _quantities(resources: Mapping[str, float]) -> str:

@@ -44,12 +44,12 @@ _NUM_POINTS = 240
 class _Shown:
     request_id: int
     state: str
-    moe_binding: int | None
-    num_tokens: int
-    """Planned tokens of prompt and output."""
-    pages_on: tuple[tuple[int, int], ...]
     timeline: Timeline | None
     """None if it is forgotten."""
+    moe_binding: int | None = None
+    num_tokens: int = 0
+    """Planned tokens of prompt and output."""
+    pages_on: tuple[tuple[int, int], ...] = ()
     promised_on: tuple[tuple[int, int], ...] = ()
     """(instance, pages without KV yet), for coming tokens or on their way."""
     parts_s: dict[str, float] | None = None
@@ -202,25 +202,17 @@ class ClusterView:
         return _Shown(
             request.request_id,
             request.state.value,
+            self._timelines.of(request.request_id),
             request.moe_binding,
             num_tokens=min(request.position_at(step) + 1, request.kv_len_max + 1),
             pages_on=tuple(request.pages_on.items()),
-            timeline=self._timelines.of(request.request_id),
             promised_on=_promised_on(request, step),
         )
 
     def _unplaced(
         self, request_id: int, state: str, parts_s: dict[str, float] | None = None
     ) -> _Shown:
-        return _Shown(
-            request_id,
-            state,
-            moe_binding=None,
-            num_tokens=0,
-            pages_on=(),
-            timeline=self._timelines.of(request_id),
-            parts_s=parts_s,
-        )
+        return _Shown(request_id, state, self._timelines.of(request_id), parts_s=parts_s)
 
     # --- any other thread ---
 

@@ -114,18 +114,18 @@ class Found(NamedTuple):
     """The latest; None if it was never placed."""
 
 
+@dataclass(eq=False, slots=True)
 class _Growing:
-    def __init__(self, arrival: Arrival, now_us: int, num_frames: int) -> None:
-        self.arrival = arrival
-        self.num_frames = num_frames
-        self.moments: list[Moment] = []
-        self.account = Account()
-        self.part: Part | None = QUEUE
-        """None: it has ended."""
-        self.since_us = now_us
-        self.placement: Placement | None = None
-        self.decodes_from = (0, 0)
-        """The cluster's windows and their steps (us) when its row began to run."""
+    arrival: Arrival
+    since_us: int
+    num_frames: int
+    moments: list[Moment] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
+    part: Part | None = QUEUE
+    """None: it has ended."""
+    placement: Placement | None = None
+    decodes_from: tuple[int, int] = (0, 0)
+    """The cluster's windows and their steps (us) when its row began to run."""
 
     def add(self, now_us: int, what: Any) -> None:
         """Forget the moment in the middle if there are too many."""

@@ -79,7 +79,7 @@ class ControllerEvents(Protocol):
         """
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """Take note of lost tokens; the sentence says where and why."""
+        """Submit the request again, from its tokens in order; the sentence says what was lost."""
 
     def ended(self, ended: Ended) -> None:
         """Take the end of a request from the scheduler."""

@@ -47,18 +47,13 @@ class MemberStream:
         self.member = member
         self.max_messages = max_messages
         self._messages: asyncio.Queue[Envelope | None] = asyncio.Queue()
-        self._closed = False
+        self.closed = False
         self.is_filled: Callable[[], None] = lambda: None
         """Called when `take` has something to return."""
 
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._closed
-
     def send(self, message: Envelope) -> bool:
         """Queue a message; False if the stream is closed, or the member left too much unread."""
-        if self._closed or self._messages.qsize() >= self.max_messages:
+        if self.closed or self._messages.qsize() >= self.max_messages:
             return False
         self._messages.put_nowait(message)
         self.is_filled()
@@ -66,8 +61,8 @@ class MemberStream:
 
     def close(self) -> None:
         """End the stream after all queued messages. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._messages.put_nowait(None)
             self.is_filled()
 

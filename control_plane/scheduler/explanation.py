@@ -78,7 +78,7 @@ class Story:
         self.notes.append(Note(now_us, f"waits: {text}"))
 
 
-class Explainer:
+class Explainer(Policy):
     """Takes notes between one scheduler and its policy."""
 
     def __init__(self, names: Collection[str], first_long_from_us: int | None = None) -> None:
@@ -123,45 +123,29 @@ class Explainer:
     # --- what the scheduler asks its policy
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Place a request as the policy does."""
         return self._policy.place(state, arrival, window)
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Re-bind rows as the policy does, and take notes."""
         for request, new in self._policy.rebindings(state, window):
             old, num_rows = request.moe_binding, tuple(state.loads.num_rows)
             yield request, new
-            if new == request.moe_binding != old and (
-                story := self.stories.get(request.request_id)
-            ):
-                text = (
-                    f"is re-bound from instance {old} with {num_rows[old]:,} rows to {new} with "
-                    f"{num_rows[new]:,}"
-                )
-                story.tell(self._now_us, f"{text}; its pages stay")
+            if new == request.moe_binding != old:
+                text = f"is re-bound from instance {old} with {num_rows[old]:,} rows to {new} with"
+                self._tell(request.request_id, f"{text} {num_rows[new]:,}; its pages stay")
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """Move pages as the policy does, and take notes."""
         for request, pages, destination in self._policy.moves(state, window):
-            before, old = (
-                request.move,
-                request.runs[request.run_of(pages.start * PAGE_SIZE)].instance,
-            )
+            before = request.move
+            old = request.runs[request.run_of(pages.start * PAGE_SIZE)].instance
             loads = _instance_load(state, old), _instance_load(state, destination)
             yield request, pages, destination
             move = request.move
-            if (
-                move is not None
-                and move is not before
-                and (story := self.stories.get(request.request_id))
-            ):
+            if move is not None and move is not before:
                 text = f"{move.num_pages:,} of its pages move from instance {old} with {loads[0]}"
-                story.tell(
-                    self._now_us, f"{text} to {destination} with {loads[1]}; its row runs on"
-                )
+                text += f" to {destination} with {loads[1]}; its row runs on"
+                self._tell(request.request_id, text)
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Choose the next page's holder as the policy does, and take notes."""
         holder = self._policy.holder(state, request, window)
         if story := self.stories.get(request.request_id):
             free = ", ".join(f"{i}: {state.frames[i].num_free:,}" for i in request.pages_on)
@@ -248,10 +232,12 @@ class Explainer:
                 story.tell(self._now_us, text)
             case WindowDone():
                 for request_id, num_tokens, reason in event.finished:
-                    if story := self.stories.get(request_id):
-                        story.tell(
-                            self._now_us, f"has ended after {num_tokens:,} tokens: {reason.value}"
-                        )
+                    text = f"has ended after {num_tokens:,} tokens: {reason.value}"
+                    self._tell(request_id, text)
+
+    def _tell(self, request_id: int, text: str) -> None:
+        if story := self.stories.get(request_id):
+            story.tell(self._now_us, text)
 
     def _is_first_long(self, arrival: Arrival) -> bool:
         config = self._config
@@ -265,8 +251,7 @@ class Explainer:
     def _read(self, plan: Plan) -> None:
         for instance in plan.instances:
             for start in instance.starts:
-                if story := self.stories.get(start.request_id):
-                    story.tell(self._now_us, f"its row runs from window {plan.window} on")
+                self._tell(start.request_id, f"its row runs from window {plan.window} on")
         for ended in plan.ended:
             self._away.discard(ended.request_id)
             if story := self.stories.get(ended.request_id):
@@ -274,9 +259,8 @@ class Explainer:
                 story.tell(self._now_us, f"has ended: {ended.message}")
         for request_id, num_tokens in plan.preempted:
             self._away.add(request_id)
-            if story := self.stories.get(request_id):
-                text = f"is preempted with {num_tokens:,} tokens: every row is parked"
-                story.tell(self._now_us, f"{text}, and it is the newest of the lowest class")
+            text = f"is preempted with {num_tokens:,} tokens: every row is parked"
+            self._tell(request_id, f"{text}, and it is the newest of the lowest class")
         for request_id, story in self.stories.items():
             if story.is_waiting and request_id not in self._tried:
                 self._say_who_is_before(story)

@@ -89,7 +89,7 @@ class Scheduler(SchedulerBase):
             TransferFailed: self._transfer_failed,
             TransferMissed: self._transfer_missed,
             Regrouped: self._regrouped,
-            SeatsWanted: self._seats_wanted,
+            SeatsWanted: lambda event: self._change.begin(event.seats),
             TookOver: self._took_over,
         }
 
@@ -230,9 +230,6 @@ class Scheduler(SchedulerBase):
     def _took_over(self, event: TookOver) -> None:
         self.tickets.num_issued = event.newest_ticket
         self.held.take_over(event, self._admission.now_us)
-
-    def _seats_wanted(self, event: SeatsWanted) -> None:
-        self._change.begin(event.seats)
 
     def _regrouped(self, event: Regrouped) -> None:
         seats = event.seats or tuple(range(self._state.cluster.num_instances))

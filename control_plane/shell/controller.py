@@ -105,7 +105,7 @@ class Controller(ControllerInterface):
             config.service, config.cluster, config.scheduler, wall_us, pipeline
         )
         if event_log := self._event_log:
-            metrics.recovery.log_with(lambda: event_log.num_missing)
+            metrics.recovery.num_unlogged = lambda: event_log.num_missing
         self._num_queued = 0
         """Submissions that the controller's thread has not taken."""
         self._lock = threading.Lock()

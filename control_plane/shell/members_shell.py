@@ -18,7 +18,7 @@ from control_plane.coordinator.members.output import (
     MembersOutput,
     StartProcess,
 )
-from control_plane.ports.member_streams import MemberStream
+from control_plane.ports.member_streams import MemberListener, MemberStream
 from nanocp.values.members import Hello, Loading, Member, Report, Said
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Processes(Protocol):
         """Explain why there is no room for this many more instances; empty if there is."""
 
 
-class MembersShell:
+class MembersShell(MemberListener):
     """The listener of the members' port. Used from the controller's event loop."""
 
     def __init__(
@@ -76,23 +76,19 @@ class MembersShell:
 
     @property
     def leaving(self) -> str | None:
-        """The reason for asking every member to leave; None until then."""
         return self._members.end.leaving
 
     def attach(self, member: Member, hello: Hello | None) -> MemberStream:
-        """Give the member a stream; see member_streams.MemberListener."""
         self._members.attach(member, hello)
         stream = self._streams[member] = MemberStream(member)
         self.settle()
         return stream
 
     def loading(self, member: Member, percent: int) -> None:
-        """Take a part of a member's start; see member_streams.MemberListener."""
         if self.within(self._members.loading, member):
             self.loaded(member, percent)
 
     def received(self, member: Member, said: Said, term: int) -> None:
-        """Take a member's message; see member_streams.MemberListener."""
         if isinstance(said, Loading):
             self.loading(member, said.percent)
             return
@@ -103,7 +99,6 @@ class MembersShell:
         self.settle()
 
     def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
-        """Take the end of a stream; see member_streams.MemberListener."""
         self.within(self._members.failed, member, message, says_why)
 
     # --- what leaves the coordinator

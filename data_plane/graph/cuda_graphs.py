@@ -7,12 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
+from data_plane.graph.lane_parts import LanePart, in_order, order_of_lanes
 from data_plane.graph.pool_gpu import GpuContext, GpuPool
+from nanocp.overlap.engine.streams import CudaStreams
+from nanocp.overlap.ops import OverlapPolicy
+from nanocp.overlap.policies.orders import BEHIND_FIRST
 
-Run = Callable[[GpuContext], None]
+
+class LaneStep(Protocol):
+    """The step of one lane; step.gpu.GpuStep."""
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """Tags of the parts of `phases`."""
+
+    def phases(self, context: GpuContext) -> Iterator[LanePart]:
+        """Launch the step, part by part."""
+
+    def run(self, context: GpuContext) -> None:
+        """Launch the step."""
+
+
+Lane = tuple[GpuPool, LaneStep]
+Draft = Callable[[GpuContext], None]
 
 
 class StepWithDrafts:
@@ -38,33 +59,37 @@ class StepWithDrafts:
 class CudaGraphs:
     """The captured steps of one instance; an engine.Capture.
 
-    Lanes (micro-batches) of a step fork and join in one graph, on streams of their own, so one
-    computes while the other's wait, a kernel of one block, spins. No kernel of a lane may need the
-    whole GPU.
+    The parts of lanes (micro-batches) are in one graph, in the order and on the streams of a
+    policy, so one computes while the other's wait, a kernel of one block, spins. No kernel of a
+    lane may need the whole GPU.
     """
 
     def __init__(
-        self, pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
+        self,
+        *lanes: Lane,
+        draft: Draft | None = None,
+        policies: Sequence[OverlapPolicy] = (BEHIND_FIRST,),
     ) -> None:
-        """pool, run: of lane 0. beside: of the other lanes. draft: runs the MTP layer."""
-        self._lanes, self._draft = ((pool, run), *beside), draft
-        self._device = pool.device
-        self._stream, *self._side_streams = (
-            torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-            for _ in self._lanes
-        )
+        """draft: runs the MTP layer. policies: of two lanes. Raises as order_of_lanes."""
+        self._lanes, self._draft = lanes, draft
+        self._device = lanes[0][0].device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side_streams = CudaStreams(self._device)
+        tags = lanes[0][1].tags if lanes[1:] else ()
+        self._orders = [order_of_lanes(tags, len(lanes), policy) for policy in policies]
         self._memory = torch.cuda.graph_pool_handle()
         self.num_graphs = 0
         self.num_bytes = 0
         """Device bytes of the captures, with the driver's share."""
 
-    def __call__(self, *contexts: GpuContext) -> Callable[[], None]:
+    def __call__(self, *contexts: GpuContext, order: int = 0) -> Callable[[], None]:
         """Run the step once, then capture it; returns its replay.
 
-        contexts: one for each running lane, lane 0 first. Every peer must run the first run too.
+        contexts: one for each running lane, lane 0 first. order: which of `policies` two lanes
+        follow. Every peer must run the first run too.
         """
-        self.warm(lambda: self._run(contexts))
-        step = self.capture(*contexts)
+        self.warm(lambda: self._run(contexts, order))
+        step = self.capture(*contexts, order=order)
         if self._draft is None or contexts[0].bucket.width == 1:
             return step
         turn = partial(self._draft, *contexts)
@@ -78,10 +103,10 @@ class CudaGraphs:
             step()
         self._stream.synchronize()
 
-    def capture(self, *contexts: GpuContext) -> Callable[[], None]:
-        """Capture a step that has run before; returns its replay. contexts: as of __call__."""
+    def capture(self, *contexts: GpuContext, order: int = 0) -> Callable[[], None]:
+        """Capture a step that has run before; returns its replay. Arguments: as of __call__."""
         pools = [pool for pool, _ in self._lanes[: len(contexts)]]
-        return self._captured(lambda: self._run(contexts), pools)
+        return self._captured(lambda: self._run(contexts, order), pools)
 
     def _captured(self, run: Callable[[], None], pools: Sequence[GpuPool]) -> Callable[[], None]:
         torch.cuda.empty_cache()
@@ -104,17 +129,14 @@ class CudaGraphs:
 
         return replay
 
-    def _run(self, contexts: Sequence[GpuContext]) -> None:
-        side_streams = self._side_streams[: len(contexts) - 1]
-        for stream in side_streams:
-            stream.wait_stream(self._stream)
-        streams = (self._stream, *side_streams)
-        lanes = self._lanes[: len(contexts)]
-        for (_, run), stream, context in zip(lanes, streams, contexts, strict=True):
-            with torch.cuda.stream(stream):
-                run(context)
-        for stream in side_streams:
-            self._stream.wait_stream(stream)
+    def _run(self, contexts: Sequence[GpuContext], order: int) -> None:
+        first, *beside = contexts
+        if not beside:
+            return self._lanes[0][1].run(first)
+        steps = zip(self._lanes, contexts, strict=True)
+        lanes = [step.phases(context) for (_, step), context in steps]
+        for _ in in_order(lanes, self._orders[order], self._side_streams):
+            pass
 
     @property
     def report(self) -> str:
@@ -122,20 +144,20 @@ class CudaGraphs:
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
 
 
-def eager(
-    pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
-) -> Callable[..., Callable[[], None]]:
-    """Return an engine.Capture that captures nothing and launches each step kernel by kernel."""
-    lanes = ((pool, run), *beside)
+def eager(*lanes: Lane, draft: Draft | None = None) -> Callable[..., Callable[[], None]]:
+    """Return an engine.Capture that captures nothing and launches each step kernel by kernel.
 
-    def capture(*contexts: GpuContext) -> Callable[[], None]:
-        def step() -> None:
-            for (pool, run), context in zip(lanes[: len(contexts)], contexts, strict=True):
+    In any order of two lanes one runs behind the other.
+    """
+
+    def capture(*contexts: GpuContext, order: int = 0) -> Callable[[], None]:
+        def run() -> None:
+            for (pool, step), context in zip(lanes, contexts, strict=False):
                 pool.start()
-                run(context)
+                step.run(context)
 
         if draft is None:
-            return step
-        return StepWithDrafts(pool, step, partial(draft, *contexts))
+            return run
+        return StepWithDrafts(lanes[0][0], run, partial(draft, *contexts))
 
     return capture

@@ -6,6 +6,7 @@ On the CPU a captured step is a prepared callable. (The paper's section 5.2, Alg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Protocol
 
 from data_plane.graph.buckets import Bucket, BucketTable
@@ -39,7 +40,7 @@ class GraphEngine:
     """The captured steps of one instance."""
 
     def __init__(self, pool: Pool, buckets: BucketTable, capture: Capture) -> None:
-        self._pool = pool
+        self.pool = pool
         self._buckets = buckets
         self._capture = capture
         self._steps: dict[Bucket, Callable[[], None]] = {}
@@ -51,13 +52,13 @@ class GraphEngine:
     @property
     def rows(self) -> RowState:
         """The rows' state before the next step."""
-        return self._pool.rows
+        return self.pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Capture every bucket, largest first, with `progress(done, total)`; return how many."""
         buckets = self._buckets.all()
         for done, bucket in enumerate(buckets, start=1):
-            self._steps[bucket] = self._capture(self._pool.context(bucket))
+            self._steps[bucket] = self._capture(self.pool.context(bucket))
             progress(done, len(buckets))
         return len(buckets)
 
@@ -68,11 +69,11 @@ class GraphEngine:
         """
         self._window, self._width = window, width
         self._is_staged = True
-        return self._pool.staging[window & 1]
+        return self.pool.staging[window & 1]
 
     def staged(self) -> None:
         """Report that the tables of `stage` are filled."""
-        self._pool.upload(self._window & 1)
+        self.pool.upload(self._window & 1)
 
     def replay(self) -> None:
         """Run one step."""
@@ -89,8 +90,8 @@ class GraphEngine:
     def adopt(self) -> None:
         """Adopt the staged tables, if any, and look up their bucket."""
         if self._is_staged:
-            staged = self._pool.staging[self._window & 1]
-            self._pool.adopt(self._window & 1)
+            staged = self.pool.staging[self._window & 1]
+            self.pool.adopt(self._window & 1)
             received = int(staged.num_received.sum())
             has_links = bool(received or staged.num_sent.any())
             self.bucket = self._buckets.lookup(
@@ -100,30 +101,31 @@ class GraphEngine:
 
 
 class PairedEngine:
-    """The captured steps of two lanes, each a step of both, in the smallest bucket for either."""
+    """The captured steps of two lanes: each of both, in an order and the smallest bucket."""
 
     def __init__(
         self,
         lanes: Sequence[GraphEngine],
         buckets: BucketTable,
-        capture: Callable[[Bucket], Callable[[], None]],
+        num_orders: int,
+        capture: Callable[[Bucket, int], Callable[[], None]],
     ) -> None:
-        """lanes: the stages of each lane, in these buckets. capture: captures both in a bucket."""
+        """lanes: the stages of each lane, in these buckets. capture: captures both in an order."""
         self._lanes = lanes
-        self._buckets = buckets
+        self._buckets, self._num_orders = buckets, num_orders
         self._capture = capture
-        self._steps: dict[Bucket, Callable[[], None]] = {}
+        self._steps: dict[tuple[Bucket, int], Callable[[], None]] = {}
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Capture every bucket, largest first; returns the number of graphs."""
-        buckets = self._buckets.all()
-        for done, bucket in enumerate(buckets, start=1):
-            self._steps[bucket] = self._capture(bucket)
-            progress(done, len(buckets))
-        return len(buckets)
+        steps = [*product(self._buckets.all(), range(self._num_orders))]
+        for done, step in enumerate(steps, start=1):
+            self._steps[step] = self._capture(*step)
+            progress(done, len(steps))
+        return len(steps)
 
-    def replay(self) -> None:
-        """Run one step of both lanes, each staged by its own engine."""
+    def replay(self, order: int) -> None:
+        """Run one step of both lanes, each staged by its own engine, in an order by its number."""
         for lane in self._lanes:
             lane.adopt()
         bucket = Bucket(
@@ -133,4 +135,4 @@ class PairedEngine:
         )
         for lane in self._lanes:
             lane.bucket = bucket
-        self._steps[bucket]()
+        self._steps[bucket, order]()

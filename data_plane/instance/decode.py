@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +28,12 @@ from data_plane.instance.sampler import DRAWS
 from data_plane.instance.step_lane import StepLane
 from data_plane.instance.window_edge import StepRow, Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import copy_bytes
 from data_plane.kv.slots import Slots
 from nanocp.config.whole import Config
+from nanocp.overlap.ops import OverlapPolicy
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, InstancePlan, Transfer
@@ -61,18 +63,22 @@ class Startup:
     """What is shared with others in the first term."""
     selected: list[str]
     """What was selected and why, one sentence each."""
-    load_experts: Callable[[Mapping[int, int]], int]
-    """Lets the weights hold these experts (slot -> expert) alone; returns how many it read."""
+    load_experts: Callable[[ExpertTable], int]
+    """Loads this instance's experts of a table; returns how many."""
     new_ends: Callable[[], TermEnds] | None
     """Makes what is shared with others in another term; None: there is one term only."""
     drafts_alone: bool = False
     """Whether the step is a DeviceDraftingStep."""
     both_lanes: PairedEngine | None = None
     """What captured the steps of both lanes; None if they take turns in the instance's thread."""
+    orders: Sequence[OverlapPolicy] = ()
+    """The orders of lanes that take turns (SchedulerConfig.lane_orders)."""
     graphs_report: Callable[[], list[str]] = list
     """Sentences about the graphs once they are prepared."""
     meeting: Meeting | None = None
     """What else is done with the other instances of a term; None on a CPU."""
+    copies: Callable[[np.ndarray], GpuCopies] | None = None
+    """Makes what copies pages to the memory of slots and back; None on a CPU."""
 
 
 class InstanceFrames(PageFrames):
@@ -84,14 +90,9 @@ class InstanceFrames(PageFrames):
         self._cluster = config.cluster
         self._is_synthetic = config.prefill.synthetic_kv
 
-    def view(self, frame: int) -> np.ndarray:
-        """A frame's own bytes, no copy."""
-        state = state_page(self.states, self._cluster, frame)
-        return self.pool.page_view(frame) if state is None else state
-
     def read(self, frame: int) -> Any:
         state = state_page(self.states, self._cluster, frame)
-        return self.pool.read_payload(frame) if state is None else state
+        return self.pool.page_view(frame) if state is None else state
 
     def write(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
         state = state_page(self.states, self._cluster, frame)
@@ -128,9 +129,11 @@ class DecodeInstance(WindowEdge):
                 config.scheduler, config.kv_offload.file_dir, startup.frames.page_bytes
             )
         ) is not None:
-            self.pages.copier = PageCopier(self._instance, slots, frames.view, frames.write)
+            gpu = startup.copies(slots.memory) if startup.copies is not None else None
+            self.pages.copier = PageCopier(self._instance, slots, frames.read, frames.write, gpu)
             self.pages.copier.start()
-        self._startup = startup
+        self.startup = startup
+        """What it is made of."""
         for lane in others:
             lane.exchange.sent_bytes = first.exchange.sent_bytes  # one count for both
         self.grammar_masks: GrammarMasks | None = None
@@ -140,13 +143,13 @@ class DecodeInstance(WindowEdge):
 
     @property
     def awaited(self) -> int | None:
-        of_steps = (lane.step.awaited for lane in self._startup.lanes)
+        of_steps = (lane.step.awaited for lane in self.startup.lanes)
         return next((peer for peer in of_steps if peer is not None), super().awaited)
 
     def connect(self) -> int:
         super().connect()
-        if self._startup.meeting is not None:
-            self._startup.meeting.meet(sorted([self._instance, *self._peers]))
+        if self.startup.meeting is not None:
+            self.startup.meeting.meet(sorted([self._instance, *self._peers]))
         if self._num_graphs is None:
             self.prepare()
         assert self._num_graphs is not None
@@ -154,42 +157,42 @@ class DecodeInstance(WindowEdge):
 
     def prepare(self) -> None:
         """Prepare every graph, which outlives every term; all peers are needed only with DeepEP."""
-        engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._startup.lanes]
-        if self._startup.both_lanes is not None:
-            engines[1:] = [self._startup.both_lanes]  # lane 1 never runs alone
+        engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self.startup.lanes]
+        if self.startup.both_lanes is not None:
+            engines[1:] = [self.startup.both_lanes]  # lane 1 never runs alone
         self._num_graphs = sum(
             engine.prepare(
                 lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
             )
             for engine in engines
         )
-        for lane in self._startup.lanes:
+        for lane in self.startup.lanes:
             lane.step.check()
             lane.step.meet(self._peers)  # forget epochs of steps that no peer has run
-        self.selected += self._startup.graphs_report()
+        self.selected += self.startup.graphs_report()
 
     # --- terms ---
 
     def leave(self) -> None:
-        if self._startup.meeting is not None:
-            self._startup.meeting.part()
+        if self.startup.meeting is not None:
+            self.startup.meeting.part()
         self._close_tensors()
         super().leave()
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
         super().join(ends, start)
-        for lane in self._startup.lanes:
+        for lane in self.startup.lanes:
             lane.exchange.begin_term(ends.exchange)
             lane.step.meet(self._peers)
 
     def place_experts(self, table: ExpertTable) -> None:
         began = time.monotonic()
-        num_loaded = self._startup.load_experts(table.at(self._instance))
-        for lane in self._startup.lanes:
+        num_loaded = self.startup.load_experts(table)
+        for lane in self.startup.lanes:
             lane.step.place_experts(table)
         if num_loaded:
             took_s = time.monotonic() - began
-            logger.info("loaded %d experts of every layer in %.2f s", num_loaded, took_s)
+            logger.info("loaded %d experts in %.2f s", num_loaded, took_s)
 
     # --- windows ---
 
@@ -197,7 +200,7 @@ class DecodeInstance(WindowEdge):
         needed = super().begin(plan)
         if self._window is not None:
             for lane in self._window.lanes:
-                engine = self._startup.lanes[lane.number].engine
+                engine = self.startup.lanes[lane.number].engine
                 width = self._window.width
                 self._stage(engine.stage(plan.window, width), lane, width)
                 engine.staged()
@@ -206,36 +209,38 @@ class DecodeInstance(WindowEdge):
     def run_step(self) -> None:
         with self._one_step() as window:
             is_drafting = window.plan.num_drafts > 0
-            is_alone = is_drafting and self._startup.drafts_alone and can_draft_alone(window)
+            is_alone = is_drafting and self.startup.drafts_alone and can_draft_alone(window)
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
                 _load_row_state(
-                    self._startup.lanes[lane.number].engine.rows, lane.rows, window.width
+                    self.startup.lanes[lane.number].engine.rows, lane.rows, window.width
                 )
             if len(window.lanes) == 1:
-                self._startup.lanes[0].engine.replay()
-            elif self._startup.both_lanes is not None:
-                self._startup.both_lanes.replay()
+                self.startup.lanes[0].engine.replay()
+            elif self.startup.both_lanes is not None:
+                self.startup.both_lanes.replay(window.plan.two_lanes - 1)
             else:
-                window.hidden_ns += self._run_in_turns()
+                window.hidden_ns += self._run_in_turns(
+                    self.startup.orders[window.plan.two_lanes - 1]
+                )
             if is_alone:
-                of_step, *of_turns = draft_alone(window, self._startup.lanes[0])
+                of_step, *of_turns = draft_alone(window, self.startup.lanes[0])
                 self._commit_step(window, partial(_highest, of_step))
-                take_drafts(window, self._startup.lanes[0], of_turns)
+                take_drafts(window, self.startup.lanes[0], of_turns)
                 return
             for lane in window.lanes:
-                self._startup.lanes[lane.number].step.check()
+                self.startup.lanes[lane.number].step.check()
             self._commit_step(window, partial(self._sample, window, masks))
             if is_drafting:
-                draft(window, self._startup.lanes, self._exchange, self._guess)
+                draft(window, self.startup.lanes, self._exchange, self._guess)
 
     @inference_mode()
-    def _run_in_turns(self) -> int:
-        steps: list[Any] = [lane.engine.next_step() for lane in self._startup.lanes]
-        return run_in_turns([step.phases() for step in steps], self._exchange)
+    def _run_in_turns(self, order: OverlapPolicy) -> int:
+        steps: list[Any] = [lane.engine.next_step() for lane in self.startup.lanes]
+        return run_in_turns([step.phases() for step in steps], self._exchange, order)
 
     def _bucket(self, window: Window) -> Bucket:
-        buckets = [self._startup.lanes[lane.number].engine.bucket for lane in window.lanes]
+        buckets = [self.startup.lanes[lane.number].engine.bucket for lane in window.lanes]
         return Bucket(
             sum(bucket.num_rows for bucket in buckets),
             sum(bucket.num_received for bucket in buckets),
@@ -280,7 +285,7 @@ class DecodeInstance(WindowEdge):
     ) -> list[tuple[int, TokenLogprobs | None]]:
         """Sample behind the input tokens at an offset. pending: masks of offset 0, if begun."""
         parts = [
-            self._startup.lanes[number].step.logits_of([each.place + offset for each in of_lane])
+            self.startup.lanes[number].step.logits_of([each.place + offset for each in of_lane])
             for number, of_lane in groupby(step_rows, attrgetter("lane"))
         ]
         rows = [each.row for each in step_rows]
@@ -305,7 +310,7 @@ class DecodeInstance(WindowEdge):
         super().close()
 
     def _close_tensors(self) -> None:
-        for lane in self._startup.lanes:
+        for lane in self.startup.lanes:
             lane.exchange.close()
 
 

@@ -90,7 +90,7 @@ class PageFrames(Protocol):
     """A States; None: the model has no linear attention layers."""
 
     def read(self, frame: int) -> Any:
-        """A full page's entries, all layers, as `write` takes them at another instance."""
+        """A full page's bytes, all layers, perhaps a view; in their order `write` takes them."""
 
     def write(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
         """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""

@@ -205,7 +205,7 @@ class WindowEdge(Instance):
             if self._frames.states is not None and start.position == 0:
                 self._frames.states.clear(self._carry_frame(start.request_id))  # none has come
         rows = [self._rows[request_id] for request_id in self._table.now.rows]
-        lanes = window_lanes(self._table.now, rows, plan.two_lanes)
+        lanes = window_lanes(self._table.now, rows, plan.two_lanes > 0)
         self._window = Window(plan, lanes, drafts=[[0, 0] for _ in range(plan.num_drafts)])
         return None
 

@@ -6,6 +6,7 @@ Legend: F frames + the scratch frame, S tokens of a frame, D latent KV width.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,19 +64,13 @@ class FramePool:
     def _as_kept(self, kv: torch.Tensor) -> torch.Tensor:
         return kv if self._fp8_rank is None else quantise(kv, self._fp8_rank)
 
-    def write_payload(
-        self,
-        frame: int,
-        num_tokens: int,
-        payload: np.ndarray | torch.Tensor,
-        offset: int = 0,
-    ) -> None:
+    def write_payload(self, frame: int, num_tokens: int, payload: Any, offset: int = 0) -> None:
         """Write the first `num_tokens` tokens of a frame from a page's bytes.
 
-        payload: uint8 of [layers, 64, D] in the pool's dtype, on its device. offset: bytes of the
-        page's layers before these.
+        payload: uint8 of [layers, 64, D] in the pool's dtype: an array, or a tensor on its device.
+        offset: bytes of the page's layers before these.
         """
-        data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
+        data = torch.as_tensor(payload)
         layer_bytes = self.page_bytes // len(self.layers)
         layers = self.layers[offset // layer_bytes :][: len(data) // layer_bytes]
         kv_LSD = data.view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
@@ -83,25 +78,18 @@ class FramePool:
         if layers.is_cuda:
             torch.cuda.current_stream(layers.device).synchronize()
 
-    def read_payload(self, frame: int) -> np.ndarray | torch.Tensor:
-        """Return a copy of a frame's bytes, as of `write_payload`."""
-        payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
-        return payload if payload.is_cuda else payload.numpy()
-
-    def page_view(self, frame: int) -> np.ndarray:
-        """Return [layers, bytes] uint8: a frame's own bytes, on the CPU."""
-        view: np.ndarray = self.layers[:, frame].view(torch.uint8).flatten(1).numpy()
-        return view
+    def page_view(self, frame: int) -> Any:
+        """Return [layers, bytes] uint8: a frame's own bytes."""
+        view = self.layers[:, frame].view(torch.uint8).flatten(1)
+        return view if view.is_cuda else view.numpy()
 
     def read_layer(self, layer: int, frame: int) -> np.ndarray:
         """Return a copy of a frame's bytes of one layer, uint8, on the CPU."""
-        payload: np.ndarray = self.layers[layer, frame].clone().view(torch.uint8).flatten().numpy()
-        return payload
+        return np.array(self.page_view(frame)[layer])
 
     def write_layer(self, layer: int, frame: int, payload: np.ndarray) -> None:
         """Write a frame of one layer from the bytes of `read_layer`."""
-        target = self.layers[layer, frame]
-        target.copy_(torch.from_numpy(payload).view(target.dtype).view(target.shape))
+        self.page_view(frame)[layer] = payload
 
     @property
     def page_bytes(self) -> int:

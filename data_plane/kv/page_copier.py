@@ -9,11 +9,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_plane.kv.slots import Slots
 from nanocp.values.offload import Fetch, Stow, TransferMissed
 from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
+
+if TYPE_CHECKING:  # instances whose tokens are hashes do without torch
+    from data_plane.kv.gpu_copies import GpuCopies
 
 _MAX_LOADED = 4
 """Most pages that wait for another instance's ring; reading stops there."""
@@ -49,10 +53,13 @@ class PageCopier:
         slots: Slots,
         read_page: Callable[[int], Any],
         write_page: Callable[[int, int, Any, int], None],
+        gpu: GpuCopies | None = None,
     ) -> None:
-        """read_page: returns a frame's bytes, perhaps a view. write_page: as of PageTransfers."""
+        """read_page, write_page: `read` and `write` of PageFrames. gpu: None on a CPU."""
         self._instance = instance
-        self.slots = slots
+        self.slots, self._gpu = slots, gpu
+        if gpu is not None:
+            slots.copy = gpu.copy_out
         self._read_page, self._write_page = read_page, write_page
         self.wake: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
@@ -90,6 +97,8 @@ class PageCopier:
         self._add(jobs)
 
     def _add(self, jobs: list[Stow | _Load]) -> None:
+        if self._gpu is not None:
+            self._gpu.follow()
         with self._changed:
             self._jobs += jobs
             self._changed.notify_all()
@@ -151,6 +160,8 @@ class PageCopier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_END_S)
+        if self._gpu is not None:
+            self._gpu.close()
         self.slots.close()
 
     def run_one(self) -> bool:
@@ -162,7 +173,8 @@ class PageCopier:
             self._is_busy = True
         done: CopyEvent | LoadedPage | tuple[int, int] | Exception | None
         try:
-            done = self._stow(job) if isinstance(job, Stow) else self._load(job)
+            with nullcontext() if self._gpu is None else self._gpu.stream():
+                done = self._stow(job) if isinstance(job, Stow) else self._load(job)
         except Exception as error:
             done = error
         with self._changed:
@@ -188,7 +200,7 @@ class PageCopier:
         return TransferDone(stow.ticket, self._instance)
 
     def _load(self, load: _Load) -> LoadedPage | TransferMissed | tuple[int, int] | None:
-        payload = self.slots.read(load.slot)
+        payload: Any = self.slots.read(load.slot)
         if payload is None:
             return TransferMissed(load.ticket, self._instance)
         if load.frame is None:
@@ -196,6 +208,8 @@ class PageCopier:
         with self._writing:
             if load.ticket not in self._live:
                 return None
+            if self._gpu is not None:
+                payload = self._gpu.copy_in(payload)
             self._write_page(load.frame, PAGE_SIZE, payload, 0)
         return load.ticket, load.page
 

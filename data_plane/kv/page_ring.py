@@ -14,8 +14,8 @@ import numpy as np
 
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
-from data_plane.transport.segments import Segment, Segments
-from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, Segment, aligned
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.values.passes import even_split
@@ -131,7 +131,7 @@ class PageRing:
         kind: str = PREFILL_RING,
         page_bytes: int = 0,
     ) -> PageRing:
-        """True if a connection of pages, now all here, has ended; ask before `arrived`."""
+        """Make a ring of this kind. Raises ValueError for sizes below 1, or as Segments.own."""
         if ring_pages < 1 or place_bytes < 1:
             raise ValueError(
                 f"ring_pages is {ring_pages} and place_bytes {place_bytes}; both must be at least 1"
@@ -249,8 +249,7 @@ class PageRingWriter:
         assert self._places is not None, "the writer is closed"
         places = self._places
         data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
-        if isinstance(data, np.ndarray):
-            data = _bytes_of(data)
+        data = _bytes_of(data) if isinstance(data, np.ndarray) else data.flatten()
         if data.nbytes != self.page_bytes and not (
             self._may_be_short and data.nbytes < self.page_bytes
         ):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from hashlib import blake2b
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -41,7 +41,10 @@ class Slots:
                 f"kv_offload.host_gib: {num_host * page_bytes:,} bytes of memory cannot be taken "
                 f"({error.strerror})"
             ) from error
-        self._host = memory[: num_host * page_bytes].reshape(num_host, page_bytes)
+        self.memory = memory[: num_host * page_bytes].reshape(num_host, page_bytes)
+        """[slots in memory, page_bytes] uint8."""
+        self.copy: Callable[[Any, np.ndarray], None] = _copy
+        """Copies a page that `write` is given into a slot of `memory`."""
         self._checksums: dict[int, bytes] = {}
         self._file: IO[bytes] | None = None
         self._has_warned = False
@@ -66,13 +69,13 @@ class Slots:
             return None
         return cls(num_host, num_file, page_bytes, file_dir)
 
-    def write(self, slot: int, payload: np.ndarray) -> bool:
+    def write(self, slot: int, payload: Any) -> bool:
         """Put a page into a slot; False if the file cannot take it, as on a full disk.
 
-        payload: uint8 [page_bytes]; for a slot in memory, of any shape and strides.
+        payload: uint8 [page_bytes]; for a slot in memory, as `copy` takes it.
         """
         if slot < self._num_host:
-            self._host[slot].reshape(payload.shape)[...] = payload
+            self.copy(payload, self.memory[slot])
             return True
         assert self._file is not None
         try:
@@ -87,7 +90,7 @@ class Slots:
     def read(self, slot: int) -> np.ndarray | None:
         """Return a slot's page, uint8 [page_bytes], perhaps a view; None if it is lost."""
         if slot < self._num_host:
-            page: np.ndarray = self._host[slot]
+            page: np.ndarray = self.memory[slot]
             return page
         assert self._file is not None
         payload = np.empty(self._page_bytes, np.uint8)
@@ -135,6 +138,11 @@ class Slots:
         if not self._has_warned:
             logger.warning("the file of kv_offload: %s; later failures are not logged", what)
             self._has_warned = True
+
+
+def _copy(payload: np.ndarray, place: np.ndarray) -> None:
+    """Copy a page of any shape and strides."""
+    place.reshape(payload.shape)[...] = payload
 
 
 def _checksum(payload: np.ndarray) -> bytes:

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from queue import Full, Queue
 from typing import Any
 
@@ -17,7 +17,7 @@ from data_plane.transport.exchange import Term
 from nanocp.config.limits import LimitsConfig
 from nanocp.parent import GONE, starter
 from nanocp.values.commands import Join, Leave, Shutdown
-from nanocp.values.members import Envelope, Failure, Said
+from nanocp.values.members import Envelope, Said
 from nanocp.wire.keepalive import keepalive_options
 from nanocp.wire.members import (
     CONTROLLER,
@@ -92,7 +92,7 @@ class ControllerLink:
         if self._is_prefill:
             name, up, down = "AttachPrefill", FROM_PREFILL, TO_PREFILL
         attach = self._channel.stream_stream(f"/{CONTROLLER}/{name}", up.seal, down.open)
-        self._call = attach(_outgoing(self._outbox), metadata=self._metadata)
+        self._call = attach(iter(self._outbox.get, None), metadata=self._metadata)
         self._reader = threading.Thread(
             target=self._read, args=(self.inbox,), name="from controller", daemon=True
         )
@@ -126,10 +126,6 @@ class ControllerLink:
             self._outbox.put_nowait(Envelope(message, term))
         except Full:
             raise ControllerLost(f"the controller left {_MAX_MESSAGES} messages unread") from None
-
-    def fail(self, message: str) -> None:
-        """Report this member's failure to the controller."""
-        self.send(Failure(message))
 
     def close(self) -> None:
         """Send the queued messages, end the stream, close the channel. Idempotent."""
@@ -187,11 +183,6 @@ def _is_done(future: grpc.Future, timeout_s: float) -> bool:
     except grpc.FutureTimeoutError:
         return False
     return True
-
-
-def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:
-    while (message := outbox.get()) is not None:
-        yield message
 
 
 def channel_options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:

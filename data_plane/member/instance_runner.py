@@ -31,7 +31,6 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import ExpectPages, Join, RefusePages, SendPages
-from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Beat, Hello, Left, Loading, Peer, Ready
 from nanocp.values.plan import Fetch, InstancePlan, Stow, TargetRun
 
@@ -247,5 +246,4 @@ class DecodeLoop(TermLoop):
 
 
 def _term_start(join: Join) -> TermStart:
-    table = ExpertTable(join.expert_seats, join.expert_slots) if join.expert_seats else None
-    return TermStart(join.seats, table, join.newest_ticket, join.keeps_rows)
+    return TermStart(join.seats, join.experts, join.newest_ticket, join.keeps_rows)

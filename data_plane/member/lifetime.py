@@ -20,7 +20,7 @@ from data_plane.transport.segments import Segments
 from data_plane.transport.tcp.server import TcpSegmentServer
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join
-from nanocp.values.members import Peer
+from nanocp.values.members import Failure, Peer
 from nanocp.wire.member_metadata import member_metadata
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,9 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
         except ControllerLost:
             raise
         except Exception as error:
-            link.fail(f"{spec.name}: {sentence(error)}")
-            raise FailureReported(f"{spec.name}: {sentence(error)}") from error
+            reason = f"{spec.name}: {sentence(error)}"
+            link.send(Failure(reason))
+            raise FailureReported(reason) from error
 
 
 def segments_of(spec: MemberSpec, term: Term) -> Segments:
@@ -213,7 +214,10 @@ class MemberLoop(Protocol):
     """A member's work under a controller, term after term."""
 
     def run(self) -> None:
-        """Run until the controller asks for a shutdown; raises ControllerLost if it is gone."""
+        """Run until the controller asks for a shutdown, which raises ShutdownRequested.
+
+        Any other exception is a failure of the member, or ControllerLost.
+        """
 
     def forget_term(self) -> None:
         """Drop all of a term that is over."""

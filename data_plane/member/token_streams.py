@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, Full, Queue
 
 import grpc
@@ -126,7 +126,7 @@ class _Stream:
         self._batches: Queue[TokenBatch | None] = Queue(_MAX_BATCHES)
         self._channel = grpc.insecure_channel(front_end, options=_CHANNEL_OPTIONS)
         deliver = self._channel.stream_unary(f"/{TOKEN_SINK}/Deliver", TOKENS.encode)
-        self._call = deliver.future(self._outgoing(), metadata=metadata)
+        self._call = deliver.future(iter(self._batches.get, None), metadata=metadata)
         self._call.add_done_callback(lambda _: broke())
 
     def put(self, batch: TokenBatch) -> bool:
@@ -166,7 +166,3 @@ class _Stream:
         except (Full, grpc.RpcError, grpc.FutureTimeoutError) as error:
             logger.debug("the last tokens were not taken: %s", error)
         self._channel.close()
-
-    def _outgoing(self) -> Iterator[TokenBatch]:
-        while (batch := self._batches.get()) is not None:
-            yield batch

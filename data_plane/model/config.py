@@ -77,6 +77,11 @@ class ModelConfig:
         return max(self.max_len, round(yarn.factor * yarn.original_max_len) if yarn else 0)
 
     @property
+    def in_words(self) -> str:
+        """What tells a model's times from those of another."""
+        return f"{self.num_layers} layers of {self.hidden_size}, {self.num_experts} experts"
+
+    @property
     def longest_why(self) -> str:
         """The fields that limit a request's length, for messages."""
         own, yarn = f"max_position_embeddings is {self.max_len}", self.rope.yarn

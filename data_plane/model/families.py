@@ -78,18 +78,11 @@ def _kv_heads(
 
 
 def _no_mixture(raw: Fields) -> dict[str, Any]:
-    num_layers = raw.positive("num_hidden_layers")
-    return _mixture(num_dense_layers=num_layers, num_experts=0, per_token=0, expert_size=0)
-
-
-def _mixture(
-    num_dense_layers: int, num_experts: int, per_token: int, expert_size: int
-) -> dict[str, Any]:
     return {
-        "num_dense_layers": num_dense_layers,
-        "num_experts": num_experts,
-        "num_experts_per_token": per_token,
-        "expert_size": expert_size,
+        "num_dense_layers": raw.positive("num_hidden_layers"),
+        "num_experts": 0,
+        "num_experts_per_token": 0,
+        "expert_size": 0,
         "num_shared_experts": 0,
         "shared_size": 0,
         "softmax_gate": True,
@@ -100,32 +93,32 @@ def _mixture(
     }
 
 
+def _mixture(
+    raw: Fields,
+    num_dense_layers: int = 0,
+    experts: str = "num_experts",
+    per_token: str = "num_experts_per_tok",
+    size: str = "moe_intermediate_size",
+) -> dict[str, Any]:
+    return _no_mixture(raw) | {
+        "num_dense_layers": num_dense_layers,
+        "num_experts": raw.positive(experts),
+        "num_experts_per_token": raw.positive(per_token),
+        "expert_size": raw.positive(size),
+    }
+
+
 def _qwen3_moe(raw: Fields) -> dict[str, Any]:
-    fields = _mixture(
-        num_dense_layers=0,
-        num_experts=raw.positive("num_experts"),
-        per_token=raw.positive("num_experts_per_tok"),
-        expert_size=raw.positive("moe_intermediate_size"),
-    )
-    return fields | {"weights_normalised": bool(raw.get("norm_topk_prob", False))}
+    return _mixture(raw) | {"weights_normalised": bool(raw.get("norm_topk_prob", False))}
 
 
 def _mixtral(raw: Fields) -> dict[str, Any]:
-    return _mixture(
-        num_dense_layers=0,
-        num_experts=raw.positive("num_local_experts"),
-        per_token=raw.positive("num_experts_per_tok"),
-        expert_size=raw.positive("intermediate_size"),
-    )
+    return _mixture(raw, experts="num_local_experts", size="intermediate_size")
 
 
 def _grouped(raw: Fields, softmax_gate: bool, has_groups: bool) -> dict[str, Any]:
-    fields = _mixture(
-        num_dense_layers=raw.count("first_k_dense_replace", 0),
-        num_experts=raw.positive("n_routed_experts"),
-        per_token=raw.positive("num_experts_per_tok"),
-        expert_size=raw.positive("moe_intermediate_size"),
-    )
+    num_dense = raw.count("first_k_dense_replace", 0)
+    fields = _mixture(raw, num_dense, experts="n_routed_experts")
     num_shared = raw.count("n_shared_experts", 0)
     return fields | {
         "num_shared_experts": num_shared,
@@ -163,12 +156,7 @@ def _kimi(raw: Fields) -> dict[str, Any]:
         raise ValueError(
             f"config.json: mlp_layer_types is {kinds}; its dense layers must be the first ones"
         )
-    fields = _mixture(
-        num_dense_layers=num_dense,
-        num_experts=raw.positive("num_experts"),
-        per_token=raw.positive("num_experts_per_token"),
-        expert_size=raw.positive("moe_intermediate_size"),
-    )
+    fields = _mixture(raw, num_dense, per_token="num_experts_per_token")
     num_shared = raw.count("num_shared_experts", 0)
     return fields | {
         "num_shared_experts": num_shared,

@@ -95,7 +95,7 @@ class PlainLinear:
         return F.linear(x, self.weight)
 
 
-class TorchPacking:
+class TorchPacking(Packing):
     """The Packing for torch's operators on the CPU: it packs linear layers only."""
 
     keeps_fp8 = False
@@ -103,15 +103,12 @@ class TorchPacking:
     keeps_heads = True
 
     def linear(self, weight: Tensor) -> LinearLayer:
-        """Make a Linear of the weight [out, in]."""
         return Linear(weight)
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
-        """Make the heads' weight contiguous, [H, in, out]."""
         return weight_HKN.contiguous()
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """Return the gate's weight as it is."""
         return weight_EX
 
 

@@ -52,9 +52,8 @@ class SafetensorsReader:
         self._folder = folder
         self._fp8_block = fp8_block
         self._headers: dict[str, dict[str, _Entry]] = {}
-        self._file_of = _read_index(folder)
-        if self._file_of is None:
-            self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE)
+        index = _read_index(folder)
+        self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE) if index is None else index
 
     def check(self, names: Iterable[str]) -> None:
         """Raise ValueError naming the tensors that the folder lacks."""
@@ -69,7 +68,6 @@ class SafetensorsReader:
 
     def check_dtypes(self, names: Iterable[str]) -> None:
         """Raise ValueError naming the first of these tensors in an unsupported form."""
-        assert self._file_of is not None
         for name in names:
             stored = self._stored(name)
             if (file := self._file_of.get(stored)) is None:
@@ -89,14 +87,12 @@ class SafetensorsReader:
                 "quantization_config in config.json; else it must be one of "
                 f"{', '.join(_DTYPES)}"
             )
-        assert self._file_of is not None
         if (file := self._file_of.get(name + _SCALE)) is None:
             self._refuse_other_forms([name])
         elif (scale := self._header(file).get(name + _SCALE)) and scale.dtype not in _DTYPES:
             raise ValueError(_wrong_dtype(self._folder / file, name + _SCALE, scale.dtype))
 
     def _refuse_other_forms(self, names: Iterable[str]) -> None:
-        assert self._file_of is not None
         for name in names:
             stem = name.removesuffix(_SCALE).removesuffix(".weight")
             other = next((stem + end for end in _OTHER_FORMS if stem + end in self._file_of), None)
@@ -110,7 +106,6 @@ class SafetensorsReader:
     @property
     def num_tensors(self) -> int:
         """Tensors of the folder; one of all experts counts as one for each."""
-        assert self._file_of is not None
         return sum(
             self._header(file)[name].shape[0] if name.endswith("experts.down_proj") else 1
             for name, file in self._file_of.items()
@@ -121,7 +116,6 @@ class SafetensorsReader:
         return self._entry(name).shape
 
     def _missing(self, name: str) -> str | None:
-        assert self._file_of is not None
         stored = self._stored(name)
         file = self._file_of.get(stored)
         if file is None:
@@ -198,7 +192,6 @@ class SafetensorsReader:
             rows.copy_(values.float().mul_(scale[index].repeat_interleave(block_columns)[:width]))
 
     def _entry(self, name: str) -> _Entry:
-        assert self._file_of is not None
         self.check([name])
         stored = self._stored(name)
         entry, of_expert = self._header(self._file_of[stored])[stored], _EXPERT.fullmatch(name)
@@ -212,12 +205,10 @@ class SafetensorsReader:
         return _part(entry, int(of_expert[2]), of_expert[3])
 
     def _path_of(self, name: str) -> Path:
-        assert self._file_of is not None
         return self._folder / self._file_of[self._stored(name)]
 
     def _stored(self, name: str) -> str:
         """Return a tensor's name in the folder; Kimi-Linear and Qwen3.5 have several."""
-        assert self._file_of is not None
         if name in self._file_of:
             return name
         inner = re.sub(r"^model\.", "model.language_model.", name)

@@ -1,4 +1,4 @@
-"""Weights of one instance for decode: its own experts, and all that is not an expert.
+"""Weights of one instance: its experts, and all that is none.
 
 Legend: X hidden, H heads, V value width, I expert width, E local experts.
 """
@@ -26,7 +26,7 @@ from data_plane.model.sizes import (
     output_name,
     stored_shapes,
 )
-from nanocp.values.experts import home_experts
+from nanocp.values.experts import ExpertTable, home_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ class MoeWeights:
     """[num_experts, X] fp32, packed (linear.Packing)."""
     gate_bias: Tensor | None
     """[num_experts] fp32, for the choice only."""
-    slot_E: Tensor
-    """[num_experts] int64: the slot of each expert in `mlps`, -1 if it is elsewhere."""
+    held: list[int]
+    """The expert in each slot, -1: none."""
     mlps: list[MlpWeights]
+    """By slot; empty on a GPU (moe.gpu.gpu_weights)."""
     shared: MlpWeights | None
     shared_gate: Tensor | None = None
     """[1, X]."""
@@ -121,13 +122,6 @@ def expert_range(config: ModelConfig, instance: int, num_instances: int) -> rang
     return home_experts(config.num_experts, instance, num_instances)
 
 
-def slots_of(experts: Sequence[int], num_experts: int) -> Tensor:
-    """Put these experts into slots 0, 1, ...: [num_experts] int64, -1 for all others."""
-    slot_E = torch.full((num_experts,), -1, dtype=torch.int64)
-    slot_E[torch.tensor(experts, dtype=torch.int64)] = torch.arange(len(experts))
-    return slot_E
-
-
 def open_tensors(
     path: str | Path, config: ModelConfig, experts: Sequence[int]
 ) -> tuple[SafetensorsReader, dict[str, tuple[int, ...]]]:
@@ -177,7 +171,7 @@ Progress = Callable[[int, int], None]
 
 
 def say_nothing(done: int, total: int) -> None:
-    """Do nothing: the default Progress."""
+    """The default Progress."""
 
 
 def load_weights(
@@ -205,37 +199,39 @@ def load_experts(
     config: ModelConfig,
     dtype: torch.dtype,
     weights: ModelWeights,
-    held: Mapping[int, int],
+    table: ExpertTable,
+    seat: int,
     packing: Packing | None = None,
     put: Callable[[int, int, MlpWeights], None] | None = None,
 ) -> int:
-    """Let `weights` hold exactly these experts (slot -> expert), in every layer.
+    """Let `weights` hold a seat's experts of the table.
 
-    Returns the number of new ones in a layer. put: takes an expert for (layer, slot) in place of
-    `mlps`. Other arguments and errors: load_weights.
+    Returns how many were loaded. put: takes an expert for (layer, slot) in
+    place of `mlps`. Other arguments and errors: load_weights.
     """
     layers = [(index, layer.moe) for index, layer in enumerate(weights.layers) if layer.moe]
-    if not layers:
+    missing = [
+        (index, moe, slot, expert)
+        for number, (index, moe) in enumerate(layers)
+        for slot, expert in table.at(seat, number).items()
+        if moe.held[slot : slot + 1] != [expert]
+    ]
+    if not missing:
         return 0
-    slot_E = layers[0][1].slot_E
-    missing = {slot: expert for slot, expert in held.items() if slot_E[expert] != slot}
-    if missing:
-        reader, shapes = open_tensors(path, config, sorted(missing.values()))
-        loader = WeightLoader(
-            reader, config, dtype, range(0), shapes, say_nothing, packing or TorchPacking()
-        )
-    for index, moe in layers:
-        for slot, expert in sorted(missing.items()):
-            mlp = loader.expert(index, expert)
-            if put is not None:
-                put(index, slot, mlp)
-                continue
+    reader, shapes = open_tensors(path, config, sorted({expert for *_, expert in missing}))
+    loader = WeightLoader(
+        reader, config, dtype, range(0), shapes, say_nothing, packing or TorchPacking()
+    )
+    for index, moe, slot, expert in missing:
+        mlp = loader.expert(index, expert)
+        moe.held.extend([-1] * (slot + 1 - len(moe.held)))
+        if put is not None:
+            put(index, slot, mlp)
+        else:
             # A slot that is passed over is written before it is used.
             moe.mlps.extend([mlp] * (slot + 1 - len(moe.mlps)))
             moe.mlps[slot] = mlp
-        moe.slot_E.fill_(-1)
-        for slot, expert in held.items():
-            moe.slot_E[expert] = slot
+        moe.held[slot] = expert
     return len(missing)
 
 
@@ -324,7 +320,7 @@ class WeightLoader:
         return MoeWeights(
             gate=self.packing.gate_weight(self.tensor(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
-            slot_E=slots_of(experts, self._config.num_experts),
+            held=list(experts),
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in experts]),
             shared=self._mlp(*mlp_names(prefix + self._config.names.shared), shared_limit)
             if self._config.num_shared_experts

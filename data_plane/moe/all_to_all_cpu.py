@@ -6,23 +6,20 @@ layer, X hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.layers import shared_experts
 from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
+from data_plane.moe.mixture import MixtureOfExperts, MoeProbe, SlotNames
 from data_plane.moe.rows import Region
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
-from nanocp.values.experts import ExpertTable, home_table
-
-MoePhase = Literal["dispatch_combine", "expert", "other"]
-"""Moving rows, running experts, or the gate and the shared expert."""
+from nanocp.values.experts import ExpertTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Dispatched:
 
     epoch: int
     x_BX: Tensor
-    expert_BK: Tensor
+    number_BK: Tensor
     weight_BK: Tensor
     rows_NB: Tensor
     """Ascending rows sent to each instance; for this one, the rows that stayed."""
@@ -47,13 +44,15 @@ class ExpertKernels(Protocol):
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
         """Run the MLP of the shared expert, as model.layers.gated_mlp does."""
 
+    def name_slots(self, expert_BK: Tensor, live_B: Tensor, number_ER: Tensor, seat: int) -> Tensor:
+        """Name the slots of experts (rows.name_slots)."""
+
     def pack_rows(
         self,
         x_BX: Tensor,
-        expert_BK: Tensor,
+        number_BK: Tensor,
         weight_BK: Tensor,
-        live_B: Tensor,
-        seat_E: Tensor,
+        num_slots: int,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
         """Choose and send each instance's rows (rows.pack_rows)."""
@@ -72,21 +71,22 @@ class ExpertKernels(Protocol):
     def visit_experts(
         self,
         x_BX: Tensor,
-        expert_BK: Tensor,
+        number_BK: Tensor,
         weight_BK: Tensor,
         own: Tensor,
         arrived: Sequence[Region],
         answers: Sequence[Region],
         moe: MoeWeights,
+        first: int = 0,
     ) -> tuple[Tensor, list[int]]:
         """Run the experts on own and arrived rows (experts.visit_experts)."""
 
     def experts_changed(self) -> None:
-        """Forget the addresses of experts: the slots hold others now."""
+        """Forget the experts' addresses."""
 
 
-class ExpertExchange:
-    """The MoE layers of one instance, a call for each part; a MixtureOfExperts."""
+class ExpertExchange(MixtureOfExperts):
+    """The MoE layers of one instance, a call for each part."""
 
     def __init__(
         self,
@@ -94,9 +94,10 @@ class ExpertExchange:
         model: ModelConfig,
         layers: Sequence[LayerWeights],
         kernels: ExpertKernels,
-        probe: Callable[[MoePhase], None],
+        probe: MoeProbe,
+        home: ExpertTable,
     ) -> None:
-        """probe: called when a phase begins."""
+        """probe: called when a phase begins. home: until place_experts."""
         self._exchange = exchange
         self._model = model
         self._layers = layers
@@ -104,30 +105,27 @@ class ExpertExchange:
         self._probe = probe
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
-        home = home_table(model.num_experts, self._num_instances)
-        self._seat_E = torch.tensor(home.seats, dtype=torch.int64)
+        self._names = SlotNames(home, layers, model.num_experts)
         self.peers = [peer for peer in range(self._num_instances) if peer != self._instance]
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Set the other instances of the term."""
         self.peers = list(peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert."""
-        self._seat_E = torch.tensor(table.seats, dtype=torch.int64)
+        self._names.place(table)
         self._kernels.experts_changed()
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the MoE layer of normed_BX; yields the awaited puts."""
         moe, kernels = self._layers[layer].moe, self._kernels
         assert moe is not None, f"layer {layer} has no experts"
         self._exchange.moe_epoch += 1
         expert_BK, weight_BK = kernels.gate(normed_BX, moe, self._model)
         self._probe("dispatch_combine")
-        epoch = self._exchange.moe_epoch
-        dispatched = self.dispatch(normed_BX, expert_BK, weight_BK, live_B, epoch)
+        number_ER = self._names.of(layer)
+        number_BK = kernels.name_slots(expert_BK, live_B, number_ER, self._instance)
+        dispatched = self.dispatch(normed_BX, number_BK, weight_BK, self._exchange.moe_epoch)
         self._probe("other")
         # While the rows travel.
         shared_BX = shared_experts(normed_BX, moe, kernels.gated_mlp)
@@ -138,23 +136,22 @@ class ExpertExchange:
         return self.combine(dispatched, own_sum, x_BX, shared_BX)
 
     def dispatch(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int
+        self, x_BX: Tensor, number_BK: Tensor, weight_BK: Tensor, epoch: int
     ) -> Dispatched:
-        """Send the live rows to the instances of their experts.
+        """Send rows to the instances of the slots that they name (rows.name_slots).
 
-        expert_BK: int64 ids. weight_BK: fp32. live_B: bool. Every peer gets a flag, also for zero
-        rows (protocol.md, equal epochs).
+        weight_BK: fp32. Every peer gets a flag, also for zero rows (protocol.md, equal epochs).
         """
         regions: list[Region | None] = [
             self._exchange.outgoing(Channel.DISPATCH, peer, epoch) if peer in self.peers else None
             for peer in range(self._num_instances)
         ]
         rows_NB, counts = self._kernels.pack_rows(
-            x_BX, expert_BK, weight_BK, live_B, self._seat_E, regions
+            x_BX, number_BK, weight_BK, self._names.num_slots, regions
         )
         for peer in self.peers:
             self._exchange.put(Channel.DISPATCH, peer, epoch, counts[peer])
-        return Dispatched(epoch, x_BX, expert_BK, weight_BK, rows_NB, counts)
+        return Dispatched(epoch, x_BX, number_BK, weight_BK, rows_NB, counts)
 
     def arrivals(self, dispatched: Dispatched) -> list[Awaited]:
         """Return what `run_experts` awaits: the rows of every peer."""
@@ -180,8 +177,10 @@ class ExpertExchange:
         answers = [exchange.outgoing(Channel.COMBINE, peer, epoch) for peer in self.peers]
         own = dispatched.rows_NB[self._instance, : dispatched.counts[self._instance]]
         self._probe("expert")
+        first = self._instance * self._names.num_slots
+        x_BX, number_BK, weight_BK = dispatched.x_BX, dispatched.number_BK, dispatched.weight_BK
         own_sum, counts = self._kernels.visit_experts(
-            dispatched.x_BX, dispatched.expert_BK, dispatched.weight_BK, own, arrived, answers, moe
+            x_BX, number_BK, weight_BK, own, arrived, answers, moe, first
         )
         self._probe("dispatch_combine")
         for peer, count in zip(self.peers, counts, strict=True):

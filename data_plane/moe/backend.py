@@ -1,4 +1,4 @@
-"""The choice of this instance's expert GEMM and dispatch, by name or `auto`, with the reason."""
+"""The choice of an instance's expert GEMM and dispatch, with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_GPU = "it needs NVIDIA GPUs, and this instance runs on the CPU"
 
 
 class BackendChoice(NamedTuple):
-    """A backend's name, and why it was chosen; together the sentence for an operator."""
+    """A backend's name, and why; together a sentence for operators."""
 
     name: str
     why: str
@@ -29,7 +29,7 @@ class BackendChoice(NamedTuple):
 def expert_backend(
     name: str, device: torch.device, dtype: torch.dtype, expected_rows: int, max_rows: int
 ) -> tuple[GroupedGemm | None, str]:
-    """Choose the experts' GEMM; return it, and a sentence that says which it is and why.
+    """Choose the experts' GEMM: (it, a sentence why).
 
     name: auto, loop (the GEMM None), grouped_mm, triton or deep_gemm. expected_rows: of an expert
     in a step of max_rows rows an instance. Raises ValueError naming the obstacle.
@@ -65,7 +65,7 @@ def expert_backend(
 
 
 def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
-    """Decide whether layers in FP8 stay in FP8, and say why and which.
+    """Decide whether FP8 layers stay so, and say why.
 
     dtype: of other weights. Returns (False, "") for a checkpoint without FP8.
     """

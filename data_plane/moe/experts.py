@@ -1,4 +1,4 @@
-"""The experts of one instance on the CPU: each row's weighted sum over its experts that are here.
+"""The experts of one instance on the CPU: each row's weighted sum over them.
 
 The GPU's sibling is grouped.py. Legend: T rows, X hidden, K experts a row, M pairs of a row and an
 expert here, B rows of the batch.
@@ -16,17 +16,17 @@ from data_plane.model.weights import MoeWeights
 from data_plane.moe.rows import Region
 
 
-def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
+def experts_forward(x_TX: Tensor, slot_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
     """Run the experts that are here: [T, X], each row's weighted sum over them.
 
-    expert_TK: global ids, int64. weight_TK: fp32. With packed weights a loop beats one grouped GEMM
-    (docs/log.md).
+    slot_TK: int64; no slot of `mlps`: it is elsewhere. weight_TK: fp32. With packed weights a loop
+    beats one grouped GEMM (docs/log.md).
     """
-    local_TK = moe.slot_E[expert_TK]
-    row_M, choice_M = (local_TK >= 0).nonzero(as_tuple=True)
+    is_here_TK = (slot_TK >= 0) & (slot_TK < len(moe.mlps))
+    row_M, choice_M = is_here_TK.nonzero(as_tuple=True)
     if not len(row_M):
         return torch.zeros_like(x_TX)
-    expert_M, order_M = local_TK[row_M, choice_M].sort(stable=True)
+    expert_M, order_M = slot_TK[row_M, choice_M].sort(stable=True)
     row_M, choice_M = row_M[order_M], choice_M[order_M]
     counts = torch.bincount(expert_M).tolist()
     mlps = [moe.mlps[expert] for expert, count in enumerate(counts) if count]
@@ -45,28 +45,29 @@ def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: Moe
 
 def visit_experts(
     x_BX: Tensor,
-    expert_BK: Tensor,
+    number_BK: Tensor,
     weight_BK: Tensor,
     own: Tensor,
     arrived: Sequence[Region],
     answers: Sequence[Region],
     moe: MoeWeights,
+    first: int = 0,
 ) -> tuple[Tensor, list[int]]:
     """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
 
-    own: int64 indices. answers: the senders' COMBINE regions for the sums. Returns (sums of own
-    rows [own, X], number of rows in each region).
+    own: int64 indices. answers: the senders' COMBINE regions for the sums. first: the number of the
+    first slot here. Returns (sums of own rows [own, X], number of rows in each region).
     """
     counts = [int(region["count"][0]) for region in arrived]
-    own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}
-    x_TX, expert_TK, weight_TK = (
+    own_rows = {"hidden": x_BX[own], "number": number_BK[own], "weight": weight_BK[own]}
+    x_TX, number_TK, weight_TK = (
         torch.cat(
             [rows, *(region[name][:count] for region, count in zip(arrived, counts, strict=True))]
         )
         for name, rows in own_rows.items()
     )
     own_sum, *sums = torch.split(
-        experts_forward(x_TX, expert_TK, weight_TK, moe), [len(own), *counts]
+        experts_forward(x_TX, number_TK - first, weight_TK, moe), [len(own), *counts]
     )
     for region, count, rows in zip(answers, counts, sums, strict=True):
         region["hidden"][:count] = rows

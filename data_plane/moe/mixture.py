@@ -5,14 +5,21 @@ Implementations: all_to_all_cpu.py, all_to_all_gpu.py. Legend: B rows, X hidden 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from data_plane.graph.lane_parts import LanePart
 from data_plane.transport.exchange import Awaited
-from nanocp.values.experts import ExpertTable
+from nanocp.values.experts import MAX_REPLICAS, ExpertTable
+
+MoePhase = Literal["dispatch_combine", "expert", "other"]
+"""Moving rows, running experts, or the gate and the shared expert."""
+MoeProbe = Callable[[MoePhase], None]
+"""Called with the phase that begins."""
 
 
 class MoeSchedule(IntEnum):
@@ -26,6 +33,49 @@ class MoeSchedule(IntEnum):
     """ORDERED, but experts that will end in time run while rows are awaited."""
 
 
+class SlotNames:
+    """A sender's table: by layer and expert the numbers of slots (protocol.md, named slots).
+
+    Its memory stays, for captured steps.
+    """
+
+    def __init__(
+        self,
+        table: ExpertTable,
+        layers: Sequence[Any],
+        num_experts: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """layers: LayerWeights, dense ones too."""
+        self.num_slots = table.num_slots
+        places = [index for index, layer in enumerate(layers) if layer.moe is not None]
+        shape = len(places), num_experts, 1 + MAX_REPLICAS
+        self._number_LER = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._of_layer = dict[int, Tensor](zip(places, self._number_LER, strict=True))
+        if places:
+            self.place(table)
+
+    def place(self, table: ExpertTable) -> None:
+        """Name the slots of this table from now on."""
+        self.num_slots, num_layers = table.num_slots, len(table.layers)
+        held = torch.frombuffer(bytearray(b"".join(table.layers)), dtype=torch.int16)
+        # The numbers of an expert follow each other, ascending.
+        expert_LM, number_LM = held.view(num_layers, -1).long().sort(dim=1, stable=True)
+        replica_LM = 1 + torch.arange(expert_LM.shape[1])
+        replica_LM = replica_LM - torch.searchsorted(expert_LM, expert_LM)
+        named = (expert_LM >= 0) & (replica_LM <= MAX_REPLICAS)
+        where = named.nonzero(as_tuple=True)[0], expert_LM[named]
+        numbers = torch.zeros(num_layers, *self._number_LER.shape[1:], dtype=torch.int32)
+        numbers[*where, replica_LM[named]] = number_LM[named].int()
+        numbers[..., 0].index_put_(where, torch.tensor(1, dtype=torch.int32), accumulate=True)
+        assert numbers[..., 0].all(), "an expert is in no slot"
+        self._number_LER.copy_(numbers)
+
+    def of(self, layer: int) -> Tensor:
+        """Return a layer's table [E, 64] int32: each expert's replicas, then their numbers."""
+        return self._of_layer[layer]
+
+
 class Mixtures(Protocol):
     """All MoE layers of an instance, in the terms of a cluster."""
 
@@ -33,10 +83,7 @@ class Mixtures(Protocol):
         """Set the other instances of the term, before its first step."""
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert; the experts here have been loaded or given away.
-
-        Raises ValueError if experts cannot move.
-        """
+        """Let rows name the slots of this table; those here have been filled."""
 
 
 class MixtureOfExperts(Mixtures, Protocol):
@@ -55,9 +102,18 @@ class MixtureOfExperts(Mixtures, Protocol):
 class NormedMixture(Mixtures, Protocol):
     """The MoE layers of an instance on a GPU, with the norm behind each."""
 
+    parts: tuple[LanePart, ...]
+    """What `phases` yields in a step of two lanes."""
+
     def phases(
-        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        self,
+        x_BX: Tensor,
+        normed_BX: Tensor,
+        live_B: Tensor,
+        layer: int,
+        norm_X: Tensor,
+        probe: MoeProbe,
+    ) -> Generator[LanePart, None, tuple[Tensor, Tensor]]:
         """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X).
 
         As MixtureOfExperts.phases, but a failed wait is an error word.

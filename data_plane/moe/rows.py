@@ -1,4 +1,4 @@
-"""Rows on their way to experts and back: from a batch into regions, and their sums home.
+"""Rows on their way to experts and back.
 
 Plain torch: the slow reference of data_plane/native. The GPU's sibling is gpu/rows.py. Legend:
 all_to_all_cpu.py's.
@@ -12,33 +12,42 @@ import torch
 from torch import Tensor
 
 Region = Mapping[str, Tensor]
-"""Fields of a region: of DISPATCH (count, expert, weight, hidden) or of COMBINE (hidden)."""
+"""Fields of a region: of DISPATCH (count, number, weight, hidden) or of COMBINE (hidden)."""
+
+
+def name_slots(expert_BK: Tensor, live_B: Tensor, number_ER: Tensor, seat: int) -> Tensor:
+    """Return the slot's number for each expert of a row [B, K]; -1: not live.
+
+    number_ER: SlotNames.of a layer. Row b of instance `seat` takes replica b + seat.
+    """
+    row_B1 = torch.arange(seat, seat + len(expert_BK))[:, None]
+    replica_BK = 1 + row_B1 % number_ER[expert_BK, 0]
+    return number_ER[expert_BK, replica_BK].long().masked_fill_(~live_B[:, None], -1)
 
 
 def pack_rows(
     x_BX: Tensor,
-    expert_BK: Tensor,
+    number_BK: Tensor,
     weight_BK: Tensor,
-    live_B: Tensor,
-    seat_E: Tensor,
+    num_slots: int,
     regions: Sequence[Region | None],
 ) -> tuple[Tensor, list[int]]:
-    """Find each instance's rows, the live ones that have an expert there: ([N, B] int64, counts).
+    """Find each instance's rows, those that name a slot there: ([N, B] int64, counts).
 
-    Rows ascend. seat_E: int64, each expert's instance. regions: DISPATCH regions for the rows;
-    None: nothing is written.
+    Rows ascend. num_slots: of an instance. regions: DISPATCH regions for the rows; None: nothing is
+    written.
     """
-    owner_BK = seat_E[expert_BK]
+    owner_BK = number_BK.div(num_slots, rounding_mode="floor")
     rows_NB, counts = torch.empty(len(regions), len(x_BX), dtype=torch.int64), []
     for instance, region in enumerate(regions):
-        chosen = ((owner_BK == instance).any(dim=1) & live_B).nonzero().squeeze(1)
+        chosen = (owner_BK == instance).any(dim=1).nonzero().squeeze(1)
         count = len(chosen)
         rows_NB[instance, :count] = chosen
         counts.append(count)
         if region is not None:
             region["count"][0] = count
             region["hidden"][:count] = x_BX[chosen]
-            region["expert"][:count] = expert_BK[chosen]
+            region["number"][:count] = number_BK[chosen]
             region["weight"][:count] = weight_BK[chosen]
     return rows_NB, counts
 

@@ -20,9 +20,10 @@ struct MixtureLayer {
     const W *const *gate_up, *const *down;
     // Null without a shared expert.
     const W *shared_gate_up, *shared_down;
-    // By expert: the instance that has it, and its slot here, or -1.
-    const int64_t *seat, *slot;
-    long X, E, G, groups, K, num_slots, I, shared_I;
+    // By expert: its replicas, and their numbers (rows.h).
+    const int32_t* table;
+    // num_slots: of every instance. first: the number of the first one here.
+    long X, E, G, groups, K, num_slots, first, I, shared_I;
     float scale;
     int is_softmax, is_normalised;
     // Of the experts' activations and of the shared expert's (experts.h).
@@ -133,9 +134,9 @@ class Arrivals {
         source.pairs.clear();
         for (long i = 0; i < source.count; ++i) {
             const long at = source.at(i);
-            const int64_t* expert = source.from.expert.at(at);
+            const int64_t* number = source.from.number.at(at);
             for (long k = 0; k < of.K; ++k)
-                if (const long slot = of.slot[expert[k]]; slot >= 0)
+                if (const long slot = number[k] - of.first; slot >= 0 && slot < of.num_slots)
                     source.pairs.push_back({rows_of(of, slot), 0, source.from.weight.at(at)[k]});
             std::sort(source.pairs.begin() + source.first_pair.back(), source.pairs.end(),
                       [](const auto& a, const auto& b) { return a.rows->slot < b.rows->slot; });

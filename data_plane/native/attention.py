@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_plane.attention.paged import Attention
 
-class NativeAttention:
-    """Attention that follows the page table instead of gathering; an attention.paged.Attention.
+
+class NativeAttention(Attention):
+    """Attention that follows the page table instead of gathering.
 
     Widths of queries and values are multiples of 32.
     """
@@ -28,14 +30,12 @@ class NativeAttention:
     def plan(
         self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Return a step's page tables and lengths, contiguous."""
         return frame_AP.contiguous(), length_A.contiguous()
 
     def run(
         self, q_AHD: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float,
         needs_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (partial output [A, H, O], LSE [A, H]) of the rows."""
         frame_AP, length_A = plan
         q_AHD, (rows, heads, width) = q_AHD.contiguous(), q_AHD.shape
         out, lse = q_AHD.new_empty(rows, heads, self._out_width), torch.empty(rows, heads)

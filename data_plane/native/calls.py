@@ -31,13 +31,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "visit_experts": (
         *(POINTER,) * 4,
         *(LONG,) * 3,
-        *(POINTER,) * 5,
-        *(LONG,) * 3,
+        *(POINTER,) * 4,
+        *(LONG,) * 4,
         FLOAT,
         *(POINTER,) * 2,
     ),
     "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
-    "pack_rows": (*(POINTER,) * 4, *(LONG,) * 3, POINTER, LONG, *(POINTER,) * 3),
+    "name_slots": (*(POINTER,) * 3, *(LONG,) * 3),
+    "pack_rows": (*(POINTER,) * 3, *(LONG,) * 5, *(POINTER,) * 3),
     "combine_sums": (*(POINTER,) * 6, *(LONG,) * 3, POINTER),
     "new_mixture": (POINTER, *(LONG,) * 3),
     "delete_mixture": (POINTER,),
@@ -121,8 +122,7 @@ class MixtureFields(ctypes.Structure):
                 "down",
                 "shared_gate_up",
                 "shared_down",
-                "seat",
-                "slot",
+                "table",
             )
         ),
         *(
@@ -134,6 +134,7 @@ class MixtureFields(ctypes.Structure):
                 "groups_per_token",
                 "experts_per_token",
                 "slots",
+                "first",
                 "inner",
                 "shared_inner",
             )

@@ -39,17 +39,16 @@ static void mlp(const T* x, long x_stride, const W* gate_up, const W* down, long
 template <class T>
 struct Visitor {
     const T* x;
-    const int64_t* expert;
+    const int64_t* number;
     const float* weight;
     T* sum;
 };
 
-// For every visitor: the weighted sum over those of its K experts that are here. slot: the place of
-// each expert among the `count` places here, -1 if it is elsewhere.
+// For every visitor: the weighted sum over those of its K slots that are here: `count` from number
+// `first` on.
 template <class T, class W>
 static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W* const* down,
-                    long rows, long K, const int64_t* slot, long count, long X, long I,
-                    float limit) {
+                    long rows, long K, long first, long count, long X, long I, float limit) {
     float* sums = scratch<float, 10>(rows * X);
     T* gathered = scratch<T, 11>(rows * X);
     float* outs = scratch<float, 12>(rows * X);
@@ -57,12 +56,13 @@ static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W
     int64_t* pair = scratch<int64_t, 14>(rows * K);
     memset(sums, 0, rows * X * sizeof(float));
     std::fill(begin, begin + count + 1, 0);
-    const auto local = [&](long i) { return slot[visitors[i / K].expert[i % K]]; };
+    const auto local = [&](long i) { return visitors[i / K].number[i % K] - first; };
+    const auto is_here = [&](long i) { return local(i) >= 0 && local(i) < count; };
     for (long i = 0; i < rows * K; ++i)
-        if (local(i) >= 0) ++begin[local(i) + 1];
+        if (is_here(i)) ++begin[local(i) + 1];
     for (long e = 0; e < count; ++e) begin[e + 1] += begin[e];
     for (long i = 0; i < rows * K; ++i)
-        if (local(i) >= 0) pair[begin[local(i)]++] = i;
+        if (is_here(i)) pair[begin[local(i)]++] = i;
     for (long e = 0, from = 0; e < count; from = begin[e++]) {
         const long M = begin[e] - from;
         if (!M) continue;
@@ -90,25 +90,25 @@ static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W
 // The rows `own` of the batch and those that arrived visit the experts here. Sums of own rows go to
 // own_sum, those of the others into the answers. counts [num_regions]: rows that came from each.
 template <class T, class W>
-static void visit_experts(const T* x, const int64_t* expert, const float* weight,
+static void visit_experts(const T* x, const int64_t* number, const float* weight,
                           const int64_t* own, long num_own, long K, long num_regions,
                           const Region<T>* arrived, const Region<T>* answers,
-                          const W* const* gate_up, const W* const* down, const int64_t* slot,
-                          long count, long X, long I, float limit, T* own_sum, int64_t* counts) {
+                          const W* const* gate_up, const W* const* down, long first, long count,
+                          long X, long I, float limit, T* own_sum, int64_t* counts) {
     long rows = num_own;
     for (long n = 0; n < num_regions; ++n) rows += counts[n] = *arrived[n].count;
     Visitor<T>* visitors = scratch<Visitor<T>, 24>(rows);
     long at = 0;
     for (; at < num_own; ++at)
-        visitors[at] = {x + own[at] * X, expert + own[at] * K, weight + own[at] * K,
+        visitors[at] = {x + own[at] * X, number + own[at] * K, weight + own[at] * K,
                         own_sum + at * X};
     for (long n = 0; n < num_regions; ++n)
         for (long i = 0; i < counts[n]; ++i, ++at) {
             const Region<T>& from = arrived[n];
-            visitors[at] = {from.hidden.at(i), from.expert.at(i), from.weight.at(i),
+            visitors[at] = {from.hidden.at(i), from.number.at(i), from.weight.at(i),
                             answers[n].hidden.at(i)};
         }
-    experts(visitors, gate_up, down, rows, K, slot, count, X, I, limit);
+    experts(visitors, gate_up, down, rows, K, first, count, X, I, limit);
 }
 
 // Take the `count` highest of `values`, highest first and of equal ones the lowest index first.

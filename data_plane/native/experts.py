@@ -1,7 +1,7 @@
 """The gate, the experts and the rows on their way to them in compiled code.
 
 The slow references, with legends: the functions of the same name in moe/gate.py, moe/experts.py,
-moe/rows.py. Python does little between calls: docs/decisions/0014.
+moe/rows.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NOWHERE = (None,) * 7
 
 
 def region_places(region: Region) -> list[int | None]:
-    """Return the addresses of a region's count, expert ids, weights and hidden rows (rows.h)."""
+    """Return the addresses of a region's count, numbers, weights and hidden rows (rows.h)."""
     places = [region["count"].data_ptr() if "count" in region else None]
-    for rows in map(region.get, ("expert", "weight", "hidden")):
+    for rows in map(region.get, ("number", "weight", "hidden")):
         places += (None, None) if rows is None else (rows.data_ptr(), rows.stride(0))
     return places
 
@@ -55,59 +55,37 @@ class NativeExpertKernels:
         rows, size = x_BX.shape
         expert_BK = torch.empty(rows, config.num_experts_per_token, dtype=torch.int64)
         weight_BK = torch.empty(rows, config.num_experts_per_token)
+        bias = None if moe.gate_bias is None else moe.gate_bias.data_ptr()
+        sizes = rows, size, config.num_experts, config.num_groups, config.num_groups_per_token
+        rules = config.softmax_gate, config.weights_normalised, config.routed_scale
         self._calls.gate(
-            x_BX.data_ptr(),
-            moe.gate.data_ptr(),
-            None if moe.gate_bias is None else moe.gate_bias.data_ptr(),
-            rows,
-            size,
-            config.num_experts,
-            config.num_groups,
-            config.num_groups_per_token,
-            config.num_experts_per_token,
-            config.softmax_gate,
-            config.weights_normalised,
-            config.routed_scale,
-            expert_BK.data_ptr(),
-            weight_BK.data_ptr(),
+            *(x_BX.data_ptr(), moe.gate.data_ptr(), bias, *sizes, config.num_experts_per_token),
+            *(*rules, expert_BK.data_ptr(), weight_BK.data_ptr()),
         )
         return expert_BK, weight_BK
 
     def visit_experts(
         self,
         x_BX: Tensor,
-        expert_BK: Tensor,
+        number_BK: Tensor,
         weight_BK: Tensor,
         own: Tensor,
         arrived: Sequence[Region],
         answers: Sequence[Region],
         moe: MoeWeights,
+        first: int = 0,
     ) -> tuple[Tensor, list[int]]:
         """Run the experts on own and arrived rows, read and written in place."""
         own, x_BX = own.contiguous(), x_BX.contiguous()
-        expert_BK, weight_BK = expert_BK.contiguous(), weight_BK.contiguous()
+        number_BK, weight_BK = number_BK.contiguous(), weight_BK.contiguous()
         num_own, size, counts = own.shape[0], x_BX.shape[1], (LONG * len(arrived))()
         own_sum = x_BX.new_empty(num_own, size)
         experts = self.addresses_of_experts(moe)
+        rows = x_BX.data_ptr(), number_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr(), num_own
+        regions = len(arrived), self._regions(arrived), self._regions(answers)
+        here = experts.gate_up, experts.down, first, len(moe.mlps), size, experts.inner, moe.limit
         self._calls.visit_experts(
-            x_BX.data_ptr(),
-            expert_BK.data_ptr(),
-            weight_BK.data_ptr(),
-            own.data_ptr(),
-            num_own,
-            expert_BK.shape[1],
-            len(arrived),
-            self._regions(arrived),
-            self._regions(answers),
-            experts.gate_up,
-            experts.down,
-            moe.slot_E.data_ptr(),
-            len(moe.mlps),
-            size,
-            experts.inner,
-            moe.limit,
-            own_sum.data_ptr(),
-            counts,
+            *rows, number_BK.shape[1], *regions, *here, own_sum.data_ptr(), counts
         )
         return own_sum, list(counts)
 
@@ -125,43 +103,37 @@ class NativeExpertKernels:
         return known[1]
 
     def experts_changed(self) -> None:
-        """Forget the addresses of experts: the slots hold others now."""
+        """Forget the experts' addresses."""
         self._experts.clear()
 
     def forget_experts(self, moe: MoeWeights) -> None:
         """Forget this layer's experts: they are given up."""
         self._experts.pop(id(moe), None)
 
+    def name_slots(self, expert_BK: Tensor, live_B: Tensor, number_ER: Tensor, seat: int) -> Tensor:
+        """Name slots in place."""
+        expert_BK, live_B = expert_BK.contiguous(), live_B.contiguous()
+        tables = expert_BK.data_ptr(), live_B.data_ptr(), number_ER.data_ptr()
+        self._calls.name_slots(*tables, *expert_BK.shape, seat)
+        return expert_BK
+
     def pack_rows(
         self,
         x_BX: Tensor,
-        expert_BK: Tensor,
+        number_BK: Tensor,
         weight_BK: Tensor,
-        live_B: Tensor,
-        seat_E: Tensor,
+        num_slots: int,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
-        """Write rows into the regions of their experts' instances."""
-        x_BX, expert_BK, weight_BK = (
-            x_BX.contiguous(),
-            expert_BK.contiguous(),
-            weight_BK.contiguous(),
-        )
-        (rows, size), num_regions = x_BX.shape, len(regions)
+        """Write rows into the regions of their slots' instances."""
+        x_BX, number_BK = x_BX.contiguous(), number_BK.contiguous()
+        weight_BK, num_regions = weight_BK.contiguous(), len(regions)
+        rows, size = x_BX.shape
         rows_NB, counts = torch.empty(num_regions, rows, dtype=torch.int64), (LONG * num_regions)()
+        sizes = rows, number_BK.shape[1], size, num_slots, num_regions
         self._calls.pack_rows(
-            x_BX.data_ptr(),
-            expert_BK.data_ptr(),
-            weight_BK.data_ptr(),
-            live_B.data_ptr(),
-            rows,
-            expert_BK.shape[1],
-            size,
-            seat_E.data_ptr(),
-            num_regions,
-            self._regions(regions),
-            rows_NB.data_ptr(),
-            counts,
+            *(x_BX.data_ptr(), number_BK.data_ptr(), weight_BK.data_ptr(), *sizes),
+            *(self._regions(regions), rows_NB.data_ptr(), counts),
         )
         return rows_NB, list(counts)
 
@@ -178,17 +150,11 @@ class NativeExpertKernels:
         (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
         x_BX = x_BX.contiguous()
         out_BX = torch.empty_like(x_BX)
+        shared = None if shared_BX is None else shared_BX.data_ptr()
         self._calls.combine_sums(
-            x_BX.data_ptr(),
-            None if shared_BX is None else shared_BX.data_ptr(),
-            own_sum.data_ptr(),
-            self._regions(regions),
-            rows_NB.data_ptr(),
-            (LONG * num_regions)(*counts),
-            num_regions,
-            rows,
-            size,
-            out_BX.data_ptr(),
+            *(x_BX.data_ptr(), shared, own_sum.data_ptr(), self._regions(regions)),
+            *(rows_NB.data_ptr(), (LONG * num_regions)(*counts)),
+            *(num_regions, rows, size, out_BX.data_ptr()),
         )
         return out_BX
 

@@ -172,25 +172,28 @@ int nanocp_allow_amx() {
                            long X, long I, float limit, T* out) {                                  \
         mlp_on(*on, x, gate_up, down, M, X, I, limit, out);                                        \
     }                                                                                              \
-    void nanocp_visit_experts_##name(const T* x, const int64_t* expert, const float* weight,       \
+    void nanocp_visit_experts_##name(const T* x, const int64_t* number, const float* weight,       \
                                      const int64_t* own, long num_own, long K, long num_regions,   \
                                      const Region<T>* arrived, const Region<T>* answers,           \
-                                     const W* const* gate_up, const W* const* down,                \
-                                     const int64_t* slot, long count, long X, long I, float limit, \
-                                     T* own_sum, int64_t* counts) {                                \
-        visit_experts(x, expert, weight, own, num_own, K, num_regions, arrived, answers, gate_up,  \
-                      down, slot, count, X, I, limit, own_sum, counts);                            \
+                                     const W* const* gate_up, const W* const* down, long first,    \
+                                     long count, long X, long I, float limit, T* own_sum,          \
+                                     int64_t* counts) {                                            \
+        visit_experts(x, number, weight, own, num_own, K, num_regions, arrived, answers, gate_up,  \
+                      down, first, count, X, I, limit, own_sum, counts);                           \
     }                                                                                              \
     void nanocp_gate_##name(const T* x, const float* w, const float* bias, long B, long X, long E, \
                             long G, long groups, long K, int is_softmax, int is_normalised,        \
                             float scale, int64_t* expert, float* weight) {                         \
         gate(x, w, bias, B, X, E, G, groups, K, is_softmax, is_normalised, scale, expert, weight); \
     }                                                                                              \
-    void nanocp_pack_rows_##name(const T* x, const int64_t* expert, const float* weight,           \
-                                 const bool* live, long B, long K, long X, const int64_t* seat,    \
-                                 long N, const Region<T>* regions, int64_t* rows,                  \
-                                 int64_t* counts) {                                                \
-        pack_rows(x, expert, weight, live, B, K, X, seat, N, regions, rows, counts);               \
+    void nanocp_name_slots_##name(int64_t* expert, const bool* live, const int32_t* table, long B, \
+                                  long K, long seat) {                                             \
+        name_slots(expert, live, table, B, K, seat);                                               \
+    }                                                                                              \
+    void nanocp_pack_rows_##name(const T* x, const int64_t* number, const float* weight, long B,   \
+                                 long K, long X, long slots, long N, const Region<T>* regions,     \
+                                 int64_t* rows, int64_t* counts) {                                 \
+        pack_rows(x, number, weight, B, K, X, slots, N, regions, rows, counts);                    \
     }                                                                                              \
     void nanocp_combine_sums_##name(const T* x, const T* shared, const T* own_sum,                 \
                                     const Region<T>* regions, const int64_t* rows,                 \

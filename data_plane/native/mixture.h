@@ -122,15 +122,16 @@ class Mixture {
 
     // The experts of each row, and the rows into their instances' regions.
     void choose_and_send(const bool* live) {
-        expert.resize(B * of.K);
+        number.resize(B * of.K);
         weight.resize(B * of.K);
         rows.resize(N * B);
         counts_of.resize(N);
         regions.resize(N);
         gate(normed, of.gate, of.gate_bias, B, of.X, of.E, of.G, of.groups, of.K, of.is_softmax,
-             of.is_normalised, of.scale, expert.data(), weight.data());
+             of.is_normalised, of.scale, number.data(), weight.data());
         for (long n = 0; n < N; ++n) regions[n] = n == own ? Region<T>{} : peers[n].sent;
-        pack_rows(normed, expert.data(), weight.data(), live, B, of.K, of.X, of.seat, N,
+        name_slots(number.data(), live, of.table, B, of.K, own);
+        pack_rows(normed, number.data(), weight.data(), B, of.K, of.X, of.num_slots, N,
                   regions.data(), rows.data(), counts_of.data());
         for (long n = 0; n < N; ++n) {
             if (n == own || !peers[n].sent_flag) continue;
@@ -224,7 +225,7 @@ class Mixture {
 
     void take(Source<T, W>& source) {
         const bool is_own = source.number == own;
-        source.from = is_own ? Region<T>{nullptr, {expert.data(), of.K}, {weight.data(), of.K},
+        source.from = is_own ? Region<T>{nullptr, {number.data(), of.K}, {weight.data(), of.K},
                                          {const_cast<T*>(normed), of.X}}
                              : peers[source.number].arrived;
         source.count = is_own ? counts_of[own] : *source.from.count;
@@ -438,7 +439,7 @@ class Mixture {
     ExpertRows<T, W> shared;
     std::vector<ExpertRows<T, W>*> order;
     std::vector<T> shared_out, own_sum;
-    std::vector<int64_t> expert, rows, counts_of;
+    std::vector<int64_t> number, rows, counts_of;
     std::vector<float> weight;
     std::vector<Region<T>> regions;
 };

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights
-from data_plane.moe.all_to_all_cpu import MoePhase
-from data_plane.moe.mixture import MoeSchedule
+from data_plane.moe.mixture import MixtureOfExperts, MoeProbe, MoeSchedule, SlotNames
 from data_plane.native.calls import LONG, POINTER, MixtureFields
 from data_plane.native.experts import region_places
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.packing import packed_address
 from data_plane.transport.exchange import Awaited, Channel, ExchangeError
 from data_plane.transport.regions import TensorExchange
-from nanocp.values.experts import ExpertTable, home_table
+from nanocp.values.experts import ExpertTable
 
 # How a call ends: enum Outcome of mixture.h.
 _DONE, _AWAITS_ROWS, _AWAITS_SUMS, _PUTS_ROWS, _PUTS_SUMS, _WRONG_COUNT = range(6)
@@ -36,8 +35,8 @@ _CHANNEL_OF = {
 }
 
 
-class NativeMixtures:
-    """The MoE layers of one instance, a native call each; a mixture.MixtureOfExperts."""
+class NativeMixtures(MixtureOfExperts):
+    """The MoE layers of one instance, a native call each."""
 
     def __init__(
         self,
@@ -46,10 +45,11 @@ class NativeMixtures:
         layers: Sequence[LayerWeights],
         kernels: NativeKernels,
         max_rows: int,
-        probe: Callable[[MoePhase], None],
+        probe: MoeProbe,
+        home: ExpertTable,
         schedule: MoeSchedule = MoeSchedule.BARRIER,
     ) -> None:
-        """max_rows: bound of every instance's batch.
+        """max_rows: bound of every instance's batch. home: until place_experts.
 
         probe: gate and shared expert count as experts.
         """
@@ -72,23 +72,20 @@ class NativeMixtures:
         self._present = [n for n in range(self._num_instances) if n != self._instance]
         self._peers: tuple[Any, ...] = ()
         self._fields: dict[int, tuple[Any, Any]] = {}
-        self.place_experts(home_table(model.num_experts, self._num_instances))
+        self._names = SlotNames(home, layers, model.num_experts)
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Set the other instances of the term."""
         self._present = list(peers)
         self._begun = None
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert."""
-        self._seat_E = torch.tensor(table.seats, dtype=torch.int64)
+        self._names.place(table)
         self._kernels.experts_changed()
         self._fields.clear()
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
-        """Return x_BX plus the MoE layer of normed_BX; yields the awaited puts."""
         exchange = self._exchange
         exchange.moe_epoch += 1
         epoch = exchange.moe_epoch
@@ -98,20 +95,9 @@ class NativeMixtures:
         out_BX = torch.empty_like(x_BX)
         awaited = self._awaited
         self._probe("expert")
-        ended = self._run(
-            self._mixture,
-            self._layer(layer),
-            x_BX.data_ptr(),
-            normed_BX.data_ptr(),
-            live_B.data_ptr(),
-            x_BX.shape[0],
-            self._peers[epoch & 1],
-            epoch,
-            self._schedule,
-            out_BX.data_ptr(),
-            awaited,
-            self._counts,
-        )
+        rows = x_BX.data_ptr(), normed_BX.data_ptr(), live_B.data_ptr(), x_BX.shape[0]
+        how = self._peers[epoch & 1], epoch, self._schedule, out_BX.data_ptr()
+        ended = self._run(self._mixture, self._layer(layer), *rows, *how, awaited, self._counts)
         try:
             while ended != _DONE:
                 self._probe("dispatch_combine")
@@ -188,14 +174,14 @@ class NativeMixtures:
                 gate_bias=None if moe.gate_bias is None else moe.gate_bias.data_ptr(),
                 gate_up=ctypes.cast(experts.gate_up, POINTER),
                 down=ctypes.cast(experts.down, POINTER),
-                seat=self._seat_E.data_ptr(),
-                slot=moe.slot_E.data_ptr(),
+                table=self._names.of(layer).data_ptr(),
                 hidden=model.hidden_size,
                 experts=model.num_experts,
                 groups=model.num_groups,
                 groups_per_token=model.num_groups_per_token,
                 experts_per_token=model.num_experts_per_token,
-                slots=len(moe.mlps),
+                slots=self._names.num_slots,
+                first=self._instance * self._names.num_slots,
                 inner=experts.inner,
                 scale=model.routed_scale,
                 limit=moe.limit,

@@ -16,34 +16,45 @@ struct Strided {
 template <class T>
 struct Region {
     int32_t* count;
-    Strided<int64_t> expert;
+    Strided<int64_t> number;
     Strided<float> weight;
     Strided<T> hidden;
 
-    void put(long at, const T* x, const int64_t* experts, const float* weights, long K,
+    void put(long at, const T* x, const int64_t* numbers, const float* weights, long K,
              long X) const {
         memcpy(hidden.at(at), x, X * sizeof(T));
-        memcpy(expert.at(at), experts, K * sizeof(int64_t));
+        memcpy(number.at(at), numbers, K * sizeof(int64_t));
         memcpy(weight.at(at), weights, K * sizeof(float));
     }
 };
 
-// For every instance: the live rows that have an expert there (rows [N, B]), and how many they are
-// (counts [N]). seat: the instance of each expert. A region without a count is not written.
+// Experts [B, K] become the numbers of their slots; -1 for a row that is not live. table [E, 64]:
+// SlotNames of data_plane/moe/mixture.py.
+static inline void name_slots(int64_t* expert, const bool* live, const int32_t* table, long B,
+                              long K, long seat) {
+    for (long i = 0; i < B * K; ++i) {
+        const int32_t* of = table + expert[i] * 64;
+        const long row = i / K;
+        expert[i] = live[row] ? of[1 + (of[0] > 1 ? (row + seat) % of[0] : 0)] : -1;
+    }
+}
+
+// For every instance: the rows that name a slot there (rows [N, B]), and how many they are
+// (counts [N]). slots: of an instance. A region without a count is not written.
 template <class T>
-static void pack_rows(const T* x, const int64_t* expert, const float* weight, const bool* live,
-                      long B, long K, long X, const int64_t* seat, long N, const Region<T>* regions,
-                      int64_t* rows, int64_t* counts) {
+static void pack_rows(const T* x, const int64_t* number, const float* weight, long B, long K,
+                      long X, long slots, long N, const Region<T>* regions, int64_t* rows,
+                      int64_t* counts) {
     std::fill(counts, counts + N, 0);
     for (long b = 0; b < B; ++b) {
-        if (!live[b]) continue;
+        if (number[b * K] < 0) continue;
         for (long k = 0; k < K; ++k) {
-            const long owner = seat[expert[b * K + k]], at = counts[owner];
+            const long owner = int32_t(number[b * K + k]) / int32_t(slots), at = counts[owner];
             if (at && rows[owner * B + at - 1] == b) continue;
             rows[owner * B + at] = b;
             ++counts[owner];
             if (regions[owner].count)
-                regions[owner].put(at, x + b * X, expert + b * K, weight + b * K, K, X);
+                regions[owner].put(at, x + b * X, number + b * K, weight + b * K, K, X);
         }
     }
     for (long n = 0; n < N; ++n)

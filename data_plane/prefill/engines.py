@@ -50,6 +50,11 @@ class Engine:
     answer_s: float = 0.0
     arrive_s: float = 0.0
 
+    @property
+    def is_up(self) -> bool:
+        """True if it takes prompts."""
+        return self.state is EngineState.UP
+
 
 class EnginePool:
     """Every engine of a service. Times are seconds of one monotonic clock."""
@@ -58,7 +63,8 @@ class EnginePool:
         self.engines = [Engine(index, url) for index, url in enumerate(urls)]
         self._max_tokens = max_tokens_in_flight
         self._num_asked = 0
-        self._none_up_since: float | None = 0.0
+        self.none_up_since: float | None = 0.0
+        """The time since which no engine is up; None if one is."""
 
     def choose(self, num_tokens: int, now: float) -> Engine | None:
         """Take the engine with the fewest tokens in flight; None: none is up, or none has room.
@@ -68,7 +74,7 @@ class EnginePool:
         able = [
             engine
             for engine in self.engines
-            if engine.state == EngineState.UP
+            if engine.is_up
             and now >= engine.busy_until
             and (
                 engine.tokens_in_flight == 0
@@ -98,8 +104,8 @@ class EnginePool:
         rest_s = min(_FIRST_REST_S * 2**engine.num_failures_in_a_row, _LONGEST_REST_S)
         engine.state, engine.problem, engine.probe_at = EngineState.RESTING, problem, now + rest_s
         engine.num_failures_in_a_row += 1
-        if self._none_up_since is None and not self.is_any_up:
-            self._none_up_since = now
+        if self.none_up_since is None and not self.is_any_up:
+            self.none_up_since = now
         return True
 
     def restarted(self, engine: Engine, now: float) -> None:
@@ -121,12 +127,12 @@ class EnginePool:
         engine.process, engine.is_being_probed = process, False
         engine.state, engine.problem, engine.num_failures_in_a_row = EngineState.UP, "", 0
         engine.probe_at = now + _PROBE_EVERY_S
-        self._none_up_since = None
+        self.none_up_since = None
 
     def unpassed(self, engine: Engine, problem: str, now: float, *, is_busy: bool) -> None:
         """Note a failed probe. is_busy: the engine had no time, and stays up."""
         engine.is_being_probed = False
-        if is_busy and engine.state == EngineState.UP:
+        if is_busy and engine.is_up:
             engine.probe_at = now + _POSTPONED_S
         else:
             self.failed(engine, problem, now)
@@ -134,12 +140,7 @@ class EnginePool:
     @property
     def is_any_up(self) -> bool:
         """True if an engine is up."""
-        return any(engine.state == EngineState.UP for engine in self.engines)
-
-    @property
-    def none_up_since(self) -> float | None:
-        """The time since which no engine is up; None if one is."""
-        return self._none_up_since
+        return any(engine.is_up for engine in self.engines)
 
     def next_change(self, now: float) -> float:
         """Return the time of the next probe or end of a pause."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
+    MemberLoop,
     MemberSpec,
     ShutdownRequested,
     run_under_controllers,
@@ -28,7 +29,7 @@ from data_plane.member.lifetime import (
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.completions import EngineAnswer, EngineCompletion, EngineOutcome
 from data_plane.prefill.engine_probe import EngineProbe
-from data_plane.prefill.engines import Engine, EnginePool, EngineState
+from data_plane.prefill.engines import Engine, EnginePool
 from data_plane.transport.exchange import Term
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
@@ -97,7 +98,7 @@ def run_external_prefill(spec: MemberSpec) -> None:
         run_under_controllers(spec, link, loop)
 
 
-class ExternalLoop:
+class ExternalLoop(MemberLoop):
     """Sends prompts to engines, several at a time, from one thread."""
 
     def __init__(
@@ -127,10 +128,6 @@ class ExternalLoop:
         self._report_at = 0.0
 
     def run(self) -> None:
-        """Serve until the controller asks for a shutdown (ShutdownRequested).
-
-        Any other exception is a failure of the prefill, or ControllerLost.
-        """
         while True:
             while not self._answers.empty():
                 self._take(self._answers.get())
@@ -195,7 +192,6 @@ class ExternalLoop:
                 raise AssertionError(f"the controller sent {other} to a running prefill")
 
     def forget_term(self) -> None:
-        """Forget every ticket; an earlier term's rings are gone."""
         self._waiting.clear()
         for attempt in list(self._attempts.values()):
             self._end(attempt)
@@ -314,7 +310,7 @@ class ExternalLoop:
     def _attempt_failed(self, attempt: _Attempt, problem: str, now: float) -> None:
         engine = self._end(attempt)
         engine.num_failed += 1
-        was_up = engine.state is EngineState.UP
+        was_up = engine.is_up
         self._pool.failed(engine, problem, now)
         self._log_change(engine, was_up)
         prompt = attempt.prompt
@@ -351,7 +347,7 @@ class ExternalLoop:
         if engine.index in self._unprobed and answer.outcome is not EngineOutcome.SENT:
             self._say_at = now  # a wrong address is said at once
         self._unprobed.discard(engine.index)
-        was_up = engine.state is EngineState.UP
+        was_up = engine.is_up
         if answer.outcome is EngineOutcome.SENT:
             self._pool.passed(engine, answer.engine, now)
         else:
@@ -379,10 +375,9 @@ class ExternalLoop:
             self._give_up(ticket, f"prefill failed: {engine.url}: {problem}")
 
     def _log_change(self, engine: Engine, was_up: bool) -> None:
-        is_up = engine.state is EngineState.UP
-        if is_up and not was_up:
+        if engine.is_up and not was_up:
             logger.warning("%s is up", engine.url)
-        elif was_up and not is_up:
+        elif was_up and not engine.is_up:
             logger.warning("%s is down: %s", engine.url, engine.problem)
 
     def _start(self, name: str, work: Callable[[], _Answered | _Probed]) -> None:
@@ -395,7 +390,6 @@ class ExternalLoop:
     # --- reports
 
     def _report(self, now: float) -> None:
-        """Report a change of the engines' state, at most twice a second."""
         state = _state_of(self._pool.engines)
         if self._is_serving and state != self._reported and now >= self._report_at:
             self._link.send(state, self._term)
@@ -403,20 +397,5 @@ class ExternalLoop:
 
 
 def _state_of(engines: Sequence[Engine]) -> EnginesNow:
-    return EnginesNow(
-        tuple(
-            EngineNow(
-                url=engine.url,
-                is_up=engine.state is EngineState.UP,
-                problem=engine.problem,
-                tokens_in_flight=engine.tokens_in_flight,
-                num_done=engine.num_done,
-                num_failed=engine.num_failed,
-                num_cancelled=engine.num_cancelled,
-                num_pages=engine.num_pages,
-                answer_s=engine.answer_s,
-                arrive_s=engine.arrive_s,
-            )
-            for engine in engines
-        )
-    )
+    names = EngineNow._fields
+    return EnginesNow(tuple(EngineNow(*(getattr(e, name) for name in names)) for e in engines))

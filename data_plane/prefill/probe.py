@@ -7,6 +7,7 @@ first experts, but not wrong experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,8 +39,10 @@ class Probe(Protocol):
     """The prompt; every position's KV is checked."""
     num_layers: int
     page_bytes: int
-    num_state_pages: int
-    """Pages of the recurrent state, behind those of KV."""
+
+    @property
+    def num_state_pages(self) -> int:
+        """Pages of the recurrent state, behind those of KV."""
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
         """Return the fault of the pages, by number uint8 [page_bytes]; None if they are right."""
@@ -50,53 +53,43 @@ def probe_token_ids(vocab_size: int) -> tuple[int, ...]:
     return tuple((position * 7919 + 13) % vocab_size for position in range(NUM_TOKENS))
 
 
-class KvProbe:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KvProbe(Probe):
     """The Probe of a model's KV."""
 
-    def __init__(
-        self,
-        *,
-        fingerprint: Mapping[str, str],
-        token_ids: tuple[int, ...],
-        expected: Tensor,
-        num_layers: int,
-        parts: Sequence[tuple[str, slice]],
-        fp8_rank: int | None,
-        page_bytes: int,
-        states: CarryPool | None = None,
-    ) -> None:
-        """expected: KV of the first layers, [layers, NUM_TOKENS, width], in its dtype.
+    fingerprint: Mapping[str, str]
+    token_ids: tuple[int, ...]
+    expected: Tensor
+    """KV of the first layers, [layers, NUM_TOKENS, width], in its dtype."""
+    num_layers: int
+    """Layers of a page."""
+    parts: Sequence[tuple[str, slice]]
+    """Names and slices of a token's KV."""
+    fp8_rank: int | None
+    """The model's kv_lora_rank if pages are in FP8."""
+    page_bytes: int
+    states: CarryPool | None = None
+    """Frame 0 has the prompt's state in the first layer, frame 1 is free."""
 
-        num_layers: of a page. parts: names and slices of a token's KV. fp8_rank: the model's
-        kv_lora_rank if pages are in FP8. states: frame 0 has the prompt's in the first layer, frame
-        1 is free.
-        """
-        self.fingerprint = fingerprint
-        self.token_ids = token_ids
-        self.page_bytes = page_bytes
-        self._expected = expected
-        self.num_layers = num_layers
-        self._parts = parts
-        self._fp8_rank = fp8_rank
-        self._states = states
-        self.num_state_pages = 0 if states is None else states.frame_bytes // page_bytes
+    @property
+    def num_state_pages(self) -> int:
+        return 0 if self.states is None else self.states.frame_bytes // self.page_bytes
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
-        """Return the fault of the pages, by number uint8 [page_bytes]; None if they are right."""
         kv_pages = [page for page in sorted(pages) if page < CARRY_PAGE]
         found = torch.cat([self._kv(pages[page]) for page in kv_pages], dim=1)
         if not bool(torch.isfinite(found[:, :NUM_TOKENS]).all()):
             return "its KV has numbers that are not finite"
-        found = found[: len(self._expected), :NUM_TOKENS].float()
-        for layer, (found_TD, expected_TD) in enumerate(zip(found, self._expected, strict=True)):
-            for name, part in self._parts:
+        found = found[: len(self.expected), :NUM_TOKENS].float()
+        for layer, (found_TD, expected_TD) in enumerate(zip(found, self.expected, strict=True)):
+            for name, part in self.parts:
                 off = self._off(layer, found_TD[:, part], expected_TD[:, part].float())
                 if off is not None:
                     return (
                         f"its KV is not this model's: the {name} of layer {layer} is off by {off} "
                         "in the probe; layout, rope, positions or weights differ"
                     )
-        return None if self._states is None else self._problem_of_state(self._states, pages)
+        return None if self.states is None else self._problem_of_state(self.states, pages)
 
     def _problem_of_state(self, states: CarryPool, pages: Mapping[int, Any]) -> str | None:
         for page in range(self.num_state_pages):
@@ -104,7 +97,7 @@ class KvProbe:
         if states.num_folded(1) != NUM_TOKENS:
             return f"its state has {states.num_folded(1)} tokens of the probe's {NUM_TOKENS}"
         fields = states.layers[0]
-        share = _STATE_SHARES[self._expected.dtype]
+        share = _STATE_SHARES[self.expected.dtype]
         for name, (expected, found) in (("state", fields.state), ("input", fields.channels)):
             expected, found = expected.float(), found.float()
             error = (found - expected).norm() / expected.norm()
@@ -117,16 +110,16 @@ class KvProbe:
 
     def _kv(self, page: np.ndarray) -> Tensor:
         data = torch.from_numpy(np.array(page)).view(self.num_layers, PAGE_SIZE, -1)
-        if self._fp8_rank is not None:
-            return dequantise(data, self._fp8_rank)
-        return data.view(self._expected.dtype)
+        if self.fp8_rank is not None:
+            return dequantise(data, self.fp8_rank)
+        return data.view(self.expected.dtype)
 
     def _off(self, layer: int, found: Tensor, expected: Tensor) -> str | None:
         error, largest = (found - expected).abs(), expected.abs().amax(dim=-1, keepdim=True)
-        if self._expected.dtype != torch.float32 and layer == 0 and self._fp8_rank is None:
+        if self.expected.dtype != torch.float32 and layer == 0 and self.fp8_rank is None:
             is_off = bool((error > _MAX_ROW_ERROR * largest).any())
             return f"{error.max():.2g}" if is_off else None
         scaled = error / (largest / _LARGE).clamp(min=1.0)
-        if self._expected.dtype == torch.float32:
+        if self.expected.dtype == torch.float32:
             return f"{error.max():.2g}" if scaled.max() > _MAX_ERROR else None
         return f"{error.mean():.2g} on average" if scaled.mean() > _MAX_MEAN_ERROR else None

@@ -20,9 +20,16 @@ from multiprocessing.connection import Connection
 from queue import Empty, Queue, SimpleQueue
 from typing import Any, Protocol
 
-from data_plane.member.controller_link import ControllerLink
+from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.heartbeat import Heartbeat
-from data_plane.member.lifetime import MemberSpec, places_in, run_under_controllers, running
+from data_plane.member.lifetime import (
+    MemberLoop,
+    MemberSpec,
+    ShutdownRequested,
+    places_in,
+    run_under_controllers,
+    running,
+)
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.prefill_stage import StageEnd, serve_stage
 from data_plane.prefill.stage_messages import (
@@ -38,15 +45,16 @@ from data_plane.prefill.stage_messages import (
     StageSpec,
     StageSuspects,
 )
-from data_plane.prefill.ticket_loop import TicketLoop
-from nanocp.values.commands import Join, PrefillRequest
-from nanocp.values.members import Beat, Loading, Ready, Suspect
+from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillRequest, Shutdown
+from nanocp.values.members import Beat, Loading, Ready, Said, Suspect
 from nanocp.values.offload import page_hashes
 from nanocp.values.passes import PassDone, PassPlan, PipelinePlan
-from nanocp.values.plan import AbortRequested, Arrival
+from nanocp.values.plan import AbortRequested, Arrival, TransferFailed
 
 logger = logging.getLogger(__name__)
 
+MAX_QUEUED_PROMPTS = 4096
+"""More are given up at once."""
 _LEAVE_S = 5.0
 """Longest wait for a stage's end."""
 
@@ -88,10 +96,13 @@ class StagePipes(Protocol):
     """The way to every stage."""
 
     def send(self, message: Any, stage: int | None = None) -> None:
-        """Queue a message for one stage, or for all. Never blocks."""
+        """Queue a message for one stage, or all. Never blocks."""
+
+    def close(self) -> None:
+        """End the stages in bounded time, or kill them. Idempotent."""
 
 
-class StagedPrefillLoop(TicketLoop):
+class StagedPrefillLoop(MemberLoop):
     """Plans passes over the prompts for the stages, in the caller's thread."""
 
     stages: StagePipes
@@ -105,14 +116,13 @@ class StagedPrefillLoop(TicketLoop):
         all_loaded: Callable[[], None],
     ) -> None:
         """limit_ms: longest time of the stages for a pass."""
-        super().__init__(link)
+        self._link = link
         self._all_loaded = all_loaded
         self._scheduler = scheduler
         self._num_stages = num_stages
         self._limit_ms = limit_ms
         self._reports: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        self._number = 0
-        """The number of the present term."""
+        self._term = 0
         self._num_failed = 0
         """Failed passes; pages may be missing after one."""
         self._waiting: dict[int, PrefillRequest] = {}
@@ -130,6 +140,7 @@ class StagedPrefillLoop(TicketLoop):
         """Latest time of a stage's next pass."""
 
     def report(self, stage: int, message: Any) -> None:
+        """Take a stage's report, from any thread."""
         self._reports.put((stage, message))
         wake(self._link)
 
@@ -145,10 +156,6 @@ class StagedPrefillLoop(TicketLoop):
     def forget_term(self) -> None:
         for ticket in list(self._open):
             self._cancel(ticket)
-
-    @property
-    def _term(self) -> int:
-        return self._number
 
     def _next_message(self) -> Any:
         is_in_flight = self._next_runs[-1] < self._num_planned
@@ -167,13 +174,31 @@ class StagedPrefillLoop(TicketLoop):
 
     # --- messages of the controller
 
-    def _join(self, join: Join, term: int) -> None:
-        self._number = term
-        self._unjoined = set(range(self._num_stages))
-        self.stages.send(JoinTerm(term, tuple(places_in(join))))
+    def _take(self, envelope: Any) -> None:
+        if envelope is None:
+            raise ControllerLost("the controller's stream ended")
+        match envelope.message:
+            case PrefillRequest() as request:
+                self._queue(request)
+            case CancelPrefill(ticket):
+                self._cancel(ticket)
+            case PagesArrived(ticket):
+                self._open.discard(ticket)
+            case Join() as join:
+                self.forget_term()
+                self._term = envelope.term
+                self._unjoined = set(range(self._num_stages))
+                self.stages.send(JoinTerm(self._term, tuple(places_in(join))))
+            case Shutdown(reason):
+                raise ShutdownRequested(reason)
+            case message:
+                raise AssertionError(f"the controller sent {message} to a running prefill")
 
     def _queue(self, request: PrefillRequest) -> None:
         transfer = request.transfer
+        if len(self._waiting) >= MAX_QUEUED_PROMPTS:
+            self._give_up(transfer.ticket, f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill")
+            return
         self._waiting[transfer.ticket] = request
         self._open.add(transfer.ticket)
         self._events.append(self._arrival(request))
@@ -192,11 +217,11 @@ class StagedPrefillLoop(TicketLoop):
             if self._waiting.pop(ticket, None) is None:
                 self.stages.send(CancelPrompt(ticket))
 
-    def _arrived(self, ticket: int) -> None:
-        self._open.discard(ticket)
+    def _send(self, message: Said) -> None:
+        self._link.send(message, self._term)
 
-    def _num_queued(self) -> int:
-        return len(self._waiting)
+    def _give_up(self, ticket: int, message: str) -> None:
+        self._send(TransferFailed(ticket, message))
 
     # --- passes
 
@@ -245,7 +270,7 @@ class StagedPrefillLoop(TicketLoop):
                 self._unloaded.discard(stage)
                 if not self._unloaded:
                     self._all_loaded()
-            case StageJoined(term) if term == self._number:
+            case StageJoined(term) if term == self._term:
                 self._unjoined.discard(stage)
                 if not self._unjoined:
                     self._send(Ready((f"process {os.getpid()}",)))
@@ -261,7 +286,7 @@ class StagedPrefillLoop(TicketLoop):
             case StageGaveUp(ticket, reason) if ticket in self._open:
                 self._cancel(ticket)
                 self._give_up(ticket, f"prefill failed: {reason}")
-            case StageSuspects(term, instance, is_gone, reason) if term == self._number:
+            case StageSuspects(term, instance, is_gone, reason) if term == self._term:
                 logger.info("stage %d: %s", stage, reason)
                 self._send(Suspect(instance, is_gone, reason))
             case StageEnded(reason):
@@ -272,7 +297,7 @@ def _spec_of(prefill: MemberSpec, stage: int) -> StageSpec:
     return StageSpec(prefill, stage, f"{prefill.cluster_id}.prefill{os.getpid()}")
 
 
-class StageThread:
+class StageThread(StagePipes):
     """The only stage, in a thread of the prefill's own process."""
 
     def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
@@ -285,16 +310,14 @@ class StageThread:
         self._thread.start()
 
     def send(self, message: Any, stage: int | None = None) -> None:
-        """Queue a message for the stage. Never blocks."""
         self._inbox.put(message)
 
     def close(self) -> None:
-        """End the stage in bounded time. Idempotent."""
         self.send(None)
         self._thread.join(_LEAVE_S)
 
 
-class StageProcesses:
+class StageProcesses(StagePipes):
     """The processes of the stages: a pipe to each, and two threads to serve it."""
 
     def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
@@ -319,12 +342,10 @@ class StageProcesses:
                 threading.Thread(target=work, args=(stage, own), daemon=True).start()
 
     def send(self, message: Any, stage: int | None = None) -> None:
-        """Queue a message for one stage, or for all. Never blocks."""
         for outbox in self._outboxes if stage is None else [self._outboxes[stage]]:
             outbox.put(message)
 
     def close(self) -> None:
-        """End the processes in bounded time, or kill them. Idempotent."""
         self.send(None)
         deadline = time.monotonic() + _LEAVE_S
         for process in self._processes:

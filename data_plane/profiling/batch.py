@@ -1,4 +1,4 @@
-"""The batches that a profile measures, and the load of each on every instance."""
+"""The batches that a profile measures."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def num_frames(batch: Batch, instance: int) -> int:
 
 
 def alone(length: int, degree: int) -> Batch:
-    """Return one request over the first `degree` instances: the length profile of 4.2.2."""
+    """Return one request over `degree` instances: the profile of 4.2.2."""
     return (BatchRequest(length, tuple(range(degree))),)
 
 
 def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterator[Batch]:
-    """Yield batches without links, equal on every instance: few and many rows, short and long."""
+    """Yield batches without links, equal on every instance."""
     for rows in _steps(1, max_rows):
         for length in _steps(_MIN_BATCH_LEN, max_tokens // rows):
             yield [
@@ -65,7 +65,7 @@ def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterato
 
 
 def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) -> Iterator[Batch]:
-    """Yield batches of linked rows, equal on every instance: over two instances, then over all."""
+    """Yield batches of linked rows: over two instances, then over all."""
     for degree in sorted({2, num_instances}):
         num_peers = degree - 1
         most = min(

@@ -1,7 +1,4 @@
-"""Instances that measure: one process each, with the service's own step, but no service.
-
-Frames, buckets and exchange are the service's too.
-"""
+"""Instances that measure: one process each, with the service's step, frames and exchange."""
 
 from __future__ import annotations
 
@@ -12,8 +9,10 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -21,29 +20,23 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
-from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
+from data_plane.graph.pool_cpu import LocalPages, StepTables
 from data_plane.instance.lanes import run_in_turns
 from data_plane.instance.sampler import sample_rows
-from data_plane.instance.step_lane import DraftingStep, StepLane
-from data_plane.kv.frame_pool import FramePool
+from data_plane.instance.step_lane import DraftingStep
 from data_plane.member.lifetime import sentence
-from data_plane.model.weights import expert_range, load_weights
-from data_plane.moe.mixture import MoeSchedule
+from data_plane.model.weights import say_nothing
 from data_plane.profiling.batch import Batch, BatchRequest, num_frames
 from data_plane.profiling.late_puts import LateExchange
-from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
-from data_plane.startup.cpu_parts import cpu_parts
-from data_plane.startup.shared_parts import model_of, moe_backends, torch_dtype
-from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
-from data_plane.transport.exchange import in_two_lanes
-from data_plane.transport.regions import TensorExchange, region_layout
+from data_plane.profiling.phase_clock import Clock, EventClock, PartClock, PhaseClock, PhaseTimes
+from data_plane.startup.cpu import build_cpu_instance
+from data_plane.startup.shared_parts import model_of
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from nanocp.config.whole import Config
+from nanocp.overlap.policies.registry import lane_policy
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import SamplingParams
 
@@ -55,12 +48,11 @@ _GREEDY = SamplingParams(temperature=0.0)
 class LaneTimes(NamedTuple):
     """The fastest step of a batch, in microseconds."""
 
-    one_us: float
-    two_us: float
-    one_waited_us: float = 0.0
+    us: float
+    waited_us: float = 0.0
     """Time without an arrived put."""
-    two_waited_us: float = 0.0
-    """Time without an arrived put in two lanes."""
+    parts: Mapping[str, tuple[float, float]] = {}
+    """Times of a lane's operators by tag, where nothing else is measured."""
 
 
 class MeasuringCluster:
@@ -70,26 +62,33 @@ class MeasuringCluster:
         self._pipes = pipes
 
     def measure(self, batch: Batch, num_steps: int) -> list[PhaseTimes]:
-        """Run the batch in lock-step; return each instance's median step. Raises RuntimeError."""
+        """Return each instance's median step. Raises RuntimeError."""
         return self._ask("measure", batch, num_steps)
 
-    def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float = 0.0) -> LaneTimes:
-        """Run the batch in one lane and in two, alternately; return the slowest instance's times.
+    def measure_lanes(
+        self,
+        batch: Batch,
+        num_steps: int,
+        ns_per_byte: float = 0.0,
+        orders: Sequence[str] = ("behind_first",),
+    ) -> list[LaneTimes]:
+        """Return the slowest instance's times in one lane, and in two by each order, alternately.
 
-        ns_per_byte: of each instance's link. The configuration must have lanes. Raises RuntimeError
-        if an instance fails.
+        ns_per_byte: of each link. The configuration must have lanes. Raises RuntimeError.
         """
-        times = self._ask("measure_lanes", batch, num_steps, ns_per_byte)
-        return LaneTimes(*map(max, zip(*times, strict=True)))
+        found = self._ask("measure_lanes", batch, num_steps, ns_per_byte, orders)
+        return [max(of_way, key=itemgetter(0)) for of_way in zip(*found, strict=True)]
 
     def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
-        """Return microseconds of a step on the slowest instance: without drafts, and with.
-
-        The configuration must have drafts. Raises RuntimeError if an instance fails.
-        """
+        """Return the slowest instance's step in microseconds: without drafts, and with them."""
         times = self._ask("measure_drafts", batch, num_drafts, num_steps)
         without_us, with_us = map(max, zip(*times, strict=True))
         return without_us, with_us
+
+    def device_name(self) -> str:
+        """Return the GPU's name."""
+        name: str = self._ask("device_name")[0]
+        return name
 
     def ingest_gb_per_s(self) -> float:
         """Return the rate of page copies of the slowest instance, in 10^9 bytes a second."""
@@ -107,10 +106,7 @@ class MeasuringCluster:
 def measuring(
     config: Config, checkpoint: Path, environment: Mapping[str, str]
 ) -> Iterator[MeasuringCluster]:
-    """Yield the instances, from ready to stopped; environment: set before they import torch.
-
-    Raises RuntimeError with an instance's sentence if it cannot start.
-    """
+    """Yield the instances; environment: set before they import torch. Raises RuntimeError."""
     cluster_id = secrets.token_hex(4)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -148,7 +144,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """Return one answer of every instance; RuntimeError for the first failed one."""
+    """Return an answer of each; RuntimeError for the first failed one."""
     answers: dict[int, Any] = {}
     while len(answers) < len(pipes):
         for ready in wait([pipe for instance, pipe in enumerate(pipes) if instance not in answers]):
@@ -180,80 +176,71 @@ def _run_instance(
 
 
 class _Instance:
-    """An instance of startup/cpu.py with a clock."""
+    """An instance with a clock in its steps."""
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
         # For the noise in the frames: the same experts are visited every time.
         torch.manual_seed(instance)
-        cluster, bounds = config.cluster, config.cluster.bounds
-        model = model_of(config, checkpoint)
-        dtype = torch_dtype(config.data_plane)
-        kernels, attention, _ = cpu_parts(config.data_plane, model, checkpoint)
-        experts = expert_range(model, instance, cluster.num_instances)
-        moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
-        weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
-        layout = region_layout(cluster, config.data_plane, model)
-        has_lanes = config.scheduler.has_lanes
-        schedule = moe.schedule
-        if schedule is not None and not has_lanes:
-            # Where rows are awaited inside the call, waits would count as experts.
-            schedule = MoeSchedule.BARRIER
-        exchange = (LateExchange if has_lanes else ShmExchange).create(
-            Segments(cluster_id),
-            instance,
-            cluster.num_instances,
-            in_two_lanes(layout) if has_lanes else layout,
-            config.limits,
-        )
-        self._instance = instance
-        self._model = model
-        self._frames = FramePool(
-            model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype
-        )
+        data_plane = config.data_plane
+        # Of all buckets only those of the batches are captured.
+        config = replace(config, data_plane=replace(data_plane, eager=True))
+        # A peer may compile a step's kernels meanwhile, not all the same if it has no row.
+        longest_ms = max(config.limits.start_timeout_ms, config.limits.exchange_timeout_ms)
+        config = replace(config, limits=replace(config.limits, exchange_timeout_ms=longest_ms))
+        site = config, instance, Segments(cluster_id), checkpoint, say_nothing
+        self._clock: Clock
+        self._captures = data_plane.device == "cuda" and not data_plane.eager
+        if data_plane.device == "cuda":
+            from data_plane.startup.gpu import build_gpu_instance
+
+            self._clock = EventClock()
+            built = build_gpu_instance(*site, probe=self._clock)
+        else:
+            self._clock = PhaseClock()
+            kind = LateExchange if config.scheduler.has_lanes else ShmExchange
+            built = build_cpu_instance(*site, probe=self._clock, exchange=kind)
+        built.connect()
+        self._built, self._instance = built, instance
+        self._model = model_of(config, checkpoint)
+        self._lanes, self._frames = built.startup.lanes, built.startup.frames
+        self._exchange = built.startup.ends.exchange
         self._num_filled = 0
-        self._exchange = exchange
-        self._clock = PhaseClock()
-
-        def lane(number: int) -> StepLane:
-            tensors = TensorExchange(exchange, layout, number)
-            step = CpuStep(
-                Arithmetic(model, kernels, attention),
-                weights,
-                self._frames,
-                tensors,
-                cpu_mixtures(
-                    schedule, tensors, model, weights, kernels, bounds.max_rows, self._clock
-                ),
-                config.data_plane.wire_form,
-                bounds,
-                self._clock,
-            )
-            buckets = BucketTable(
-                bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
-            )
-            return StepLane(GraphEngine(ContextPool(cluster), buckets, step.capture), step, tensors)
-
-        self._lanes = [lane(number) for number in range(1 + has_lanes)]
-        exchange.connect(config.limits.start_timeout_ms)
-        for each in self._lanes:
-            each.engine.prepare()
         self._window = 0
+
+    def device_name(self) -> str:
+        """Return the GPU's name."""
+        name: str = torch.cuda.get_device_name()
+        return name
 
     def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
         """Return the median of every phase over the steps."""
         self._fill(num_frames(batch, self._instance))
         rows = self._load(self._lanes[0].engine, batch)
+        replay = self._captured() if self._captures else self._lanes[0].engine.replay
         steps = []
         for _ in range(_NUM_WARM_STEPS + num_steps):
             self._clock.start()
-            self._run_step(rows)
+            self._run_step(replay, rows)
             steps.append(self._clock.times(self._model))
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 
+    def _captured(self) -> Callable[[], None]:
+        """Capture the staged step, with the clock's events in it."""
+        from data_plane.graph.cuda_graphs import CudaGraphs
+
+        assert isinstance(self._clock, EventClock)
+        engine, step, _ = cast(tuple[GraphEngine, Any, Any], self._lanes[0])
+        graphs = CudaGraphs((cast(Any, engine.pool), step))
+        graphs.warm(engine.replay)
+        self._clock.capture()
+        return graphs.capture(engine.pool.context(engine.bucket))
+
     @torch.inference_mode()
-    def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float) -> LaneTimes:
-        """Return the fastest steps in one lane and in two, run alternately."""
+    def measure_lanes(
+        self, batch: Batch, num_steps: int, ns_per_byte: float, orders: Sequence[str]
+    ) -> list[LaneTimes]:
+        """Return the fastest steps."""
         assert isinstance(self._exchange, LateExchange), "the configuration has one lane"
         self._exchange.ns_per_byte = ns_per_byte
         self._fill(num_frames(batch, self._instance))
@@ -265,23 +252,25 @@ class _Instance:
             kind = request.moe_binding, len(request.kv_binding)
             halves[num_rows[kind] & 1].append(request)
             num_rows[kind] += 1
-        best = [(float("inf"), 0.0)] * 2
+        policies = [clock := PartClock(), *map(lane_policy, orders)]
+        best = [LaneTimes(float("inf"))] * len(policies)
         for number in range(_NUM_WARM_STEPS + num_steps):
-            for index, parts in enumerate(((batch,), halves)):
+            for index, policy in enumerate(policies):
+                parts = halves if index else (batch,)
                 for lane, part in zip(self._lanes, parts, strict=False):
                     self._load(lane.engine, part)
                 begin_ns, waited_ns = time.perf_counter_ns(), self._exchange.waited_ns
                 steps: list[Any] = [lane.engine.next_step() for lane in self._lanes[: len(parts)]]
-                if len(parts) == 1:
-                    steps[0]()
+                if index or not orders:
+                    run_in_turns([step.phases() for step in steps], self._exchange, policy)
                 else:
-                    run_in_turns([step.phases() for step in steps], self._exchange)
+                    steps[0]()
                 us = (time.perf_counter_ns() - begin_ns) / 1000
                 waited_us = (self._exchange.waited_ns - waited_ns) / 1000
                 if number >= _NUM_WARM_STEPS:
-                    best[index] = min(best[index], (us, waited_us))
-        (one_us, one_waited_us), (two_us, two_waited_us) = best
-        return LaneTimes(one_us, two_us, one_waited_us, two_waited_us)
+                    times = LaneTimes(us, waited_us, {} if index or orders else clock.parts)
+                    best[index] = min(best[index], times, key=itemgetter(0))
+        return best
 
     @torch.inference_mode()
     def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
@@ -293,16 +282,17 @@ class _Instance:
             for index, (part, turns) in enumerate(((batch, 0), (wide, num_drafts))):
                 rows = self._load(self._lanes[0].engine, part)
                 begin_ns = time.perf_counter_ns()
-                self._run_step(rows)
+                self._run_step(self._lanes[0].engine.replay, rows)
                 for turn in range(turns):
                     self._run_turn(rows, width if turn else 1)
                 if number >= _NUM_WARM_STEPS:
                     best[index] = min(best[index], (time.perf_counter_ns() - begin_ns) / 1000)
         return best[0], best[1]
 
-    def _run_step(self, rows: int) -> None:
-        engine, step, _ = self._lanes[0]
-        engine.replay()
+    def _run_step(self, replay: Callable[[], None], rows: int) -> None:
+        step = self._lanes[0].step
+        replay()
+        step.check()
         nothing: list[list[int]] = [[]] * rows
         sample_rows(step.logits_of(list(range(rows))), [_GREEDY] * rows, nothing, nothing)
 
@@ -340,8 +330,8 @@ class _Instance:
         return gb_per_s
 
     def _fill(self, count: int) -> None:
-        """Write noise into the first `count` frames: unwritten memory is read too fast."""
-        if count > self._num_filled:
+        """Write noise into frames: unwritten memory is read too fast."""
+        if count > self._num_filled and self._frames.layers.is_floating_point():
             self._frames.layers[:, self._num_filled : count].uniform_(-0.5, 0.5)
             self._num_filled = count
 

@@ -1,4 +1,4 @@
-"""An exchange whose puts arrive late, as over a slow link."""
+"""An exchange whose puts arrive late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def let_others_in() -> None:
 
 
 class LateExchange(ShmExchange):
-    """An end of the exchange that publishes each put, in order, after the time of a link."""
+    """Publishes each put, in order, after the time of a link."""
 
     late_s = 0.0
     ns_per_byte = 0.0

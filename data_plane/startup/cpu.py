@@ -19,6 +19,7 @@ from data_plane.model.weights import (
     load_experts,
     load_weights,
 )
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.cpu_parts import cpu_parts, kernels_for
 from data_plane.startup.memory_need import check_memory, memory_need
 from data_plane.startup.shared_parts import (
@@ -33,10 +34,14 @@ from data_plane.startup.shared_parts import (
 )
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
+from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
+from data_plane.transport.shm import ShmExchange
 from nanocp.config.whole import Config
+from nanocp.overlap.policies.registry import lane_policy
+from nanocp.values.experts import home_table
 
 
 def load_shared_weights(config: Config, checkpoint: Path) -> ModelWeights:
@@ -53,11 +58,13 @@ def build_cpu_instance(
     checkpoint: Path,
     progress: Progress,
     shared: ModelWeights | None = None,
+    probe: Probe = no_probe,
+    exchange: type[ShmExchange] = ShmExchange,
 ) -> DecodeInstance:
     """Build an instance on the CPU, not yet connected, as startup.instance.build_instance says.
 
-    shared: weights to which only the instance's experts are added. Raises ValueError also for a
-    configured backend that cannot run here.
+    shared: weights to which only the instance's experts are added. probe: of its steps. Raises
+    ValueError also for a configured backend that cannot run here.
     """
     dtype = torch_dtype(config.data_plane)
     cluster = config.cluster
@@ -69,27 +76,30 @@ def build_cpu_instance(
     check_memory(cluster, need)
     moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
+    schedule = moe.schedule
+    if schedule is not None and probe is not no_probe and not has_lanes:
+        # Where rows are awaited inside the call, waits would count as experts.
+        schedule = MoeSchedule.BARRIER
     if shared is None:
         weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     else:
         weights = shared
-        load_experts(checkpoint, model, dtype, weights, dict(enumerate(experts)), kernels)
+        home = home_table(model.num_experts, cluster.num_instances)
+        load_experts(checkpoint, model, dtype, weights, home, instance, kernels)
     frames = FramePool(model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype)
     frames.carry = new_carry(config, model, cluster.bounds.max_rows + 1)
     layout = region_layout(cluster, config.data_plane, model)
     if has_lanes:
         layout = in_two_lanes(layout)
-    new_ends = partial(term_ends, config, instance, segments, layout, frames)
+    new_ends = partial(term_ends, config, instance, segments, layout, frames, exchange)
     ends = new_ends()
 
     def new_lane(number: int) -> StepLane:
         tensors = TensorExchange(ends.exchange, layout, number)
-        mixtures = cpu_mixtures(
-            moe.schedule, tensors, model, weights, kernels, cluster.bounds.max_rows
-        )
+        mixtures = cpu_mixtures(schedule, tensors, model, weights, kernels, cluster, probe)
         form = config.data_plane.wire_form
         arithmetic = Arithmetic(model, kernels, attention)
-        step = CpuStep(arithmetic, weights, frames, tensors, mixtures, form, cluster.bounds)
+        step = CpuStep(arithmetic, weights, frames, tensors, mixtures, form, cluster.bounds, probe)
         engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
         return StepLane(engine, step, tensors)
 
@@ -112,10 +122,11 @@ def build_cpu_instance(
             frames=frames,
             ends=ends,
             selected=selected,
-            load_experts=lambda held: load_experts(
-                checkpoint, model, dtype, weights, held, kernels
+            load_experts=lambda table: load_experts(
+                checkpoint, model, dtype, weights, table, instance, kernels
             ),
             new_ends=new_ends,
+            orders=[lane_policy(order) for order in config.scheduler.lane_orders],
         ),
     )
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from data_plane.startup.experimental.deep_ep import DeepEpEnd, deep_ep_obstacle
-from data_plane.startup.experimental.nixl_ep import (
-    NixlEpExchange,
-    nixl_ep_obstacle,
-    open_nixl_ep,
-)
+from data_plane.startup.experimental.deep_ep import DeepEpExchange, deep_ep_obstacle
+from data_plane.startup.experimental.nixl_ep import NixlEpExchange, nixl_ep_obstacle
 from data_plane.startup.experimental.nvshmem import NvshmemEnd, nvshmem_choice, nvshmem_obstacle
 
-TermEnd = DeepEpEnd | NixlEpExchange | NvshmemEnd
-"""A backend's part in terms; they begin once the exchange's memory is mapped."""
+TermEnd = DeepEpExchange | NixlEpExchange | NvshmemEnd
+"""A backend's part in terms: a dispatch's begins before the exchange's memory is mapped."""
+ExchangeEnd = NvshmemEnd
 
 
 class ExperimentalDispatch(NamedTuple):
     """A carrier of rows to their experts."""
 
     obstacle: Callable[..., str]
-    open: Callable[..., DeepEpEnd | NixlEpExchange]
+    open: Callable[..., DeepEpExchange | NixlEpExchange]
     has_terms: bool
     """False: its instances are fixed, and none runs a step alone."""
 
@@ -35,7 +32,7 @@ class ExperimentalExchange(NamedTuple):
 
 
 DISPATCHES = {
-    "deep_ep": ExperimentalDispatch(deep_ep_obstacle, DeepEpEnd, has_terms=False),
-    "nixl_ep": ExperimentalDispatch(nixl_ep_obstacle, open_nixl_ep, has_terms=True),
+    "deep_ep": ExperimentalDispatch(deep_ep_obstacle, DeepEpExchange.serve, has_terms=False),
+    "nixl_ep": ExperimentalDispatch(nixl_ep_obstacle, NixlEpExchange.serve, has_terms=True),
 }
 EXCHANGES = {"nvshmem": ExperimentalExchange(nvshmem_obstacle, NvshmemEnd, nvshmem_choice)}

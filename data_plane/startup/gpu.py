@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.step_lane import StepLane
+from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_experts, load_weights
 from data_plane.moe.backend import fp8_experts
 from data_plane.moe.fused.mixture import fused_obstacle
-from data_plane.moe.gpu.gpu_weights import GpuWeights, place_weights
-from data_plane.startup.experimental_backends import DISPATCHES, EXCHANGES, TermEnd
+from data_plane.moe.gpu.gpu_weights import place_weights
+from data_plane.startup.experimental_backends import DISPATCHES, EXCHANGES, ExchangeEnd, TermEnd
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
@@ -33,6 +34,7 @@ from data_plane.startup.shared_parts import (
     term_ends,
     torch_dtype,
 )
+from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import NO_TERM
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.cuda_runtime import load_runtime
@@ -43,16 +45,25 @@ from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
+from nanocp.overlap.policies.registry import lane_policy
 from nanocp.values.experts import num_slots
 
 _EAGER = "graphs: none, every step is launched (eager)"
-_NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
+_SLOWER = "one H200 ran it slower than its parts, so it is taken by name only"
 
 
 def build_gpu_instance(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+    config: Config,
+    instance: int,
+    segments: Segments,
+    checkpoint: Path,
+    progress: Progress,
+    probe: Probe = no_probe,
 ) -> DecodeInstance:
-    """Build an instance on this GPU. Raises ValueError for a backend that cannot run here."""
+    """Build an instance on this GPU. Raises ValueError for a backend that cannot run here.
+
+    probe: of its step.
+    """
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config.data_plane)
     _set_queues(cluster, os.environ)
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))
@@ -60,6 +71,9 @@ def build_gpu_instance(
         raise ValueError(f"device is cuda: {obstacle}")
     torch.cuda.set_device(device := device_of(cluster, instance))
     exchange = data_plane.exchange_backend
+    if data_plane.dispatch_backend == "deep_ep":
+        # As DeepEP does, which starts NVSHMEM for both.
+        os.environ["NVSHMEM_IB_ENABLE_IBGDA"] = "1"
     if exchange in EXCHANGES and (obstacle := _exchange_obstacle(exchange, cluster, device)):
         raise ValueError(f"exchange_backend is {exchange}: {obstacle}")
     model = model_of(config, checkpoint)
@@ -78,7 +92,7 @@ def build_gpu_instance(
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
     has_terms = moe.dispatch not in DISPATCHES or DISPATCHES[moe.dispatch].has_terms
-    slots = _num_slots(cluster, model, has_terms)
+    slots = num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
     # Behind a last token; where no step row is live, a turn may go on from an older window's.
     max_len = cluster.max_model_len + 2 * config.scheduler.num_drafts
     # What lays rows out by expert knows no shared one.
@@ -88,6 +102,7 @@ def build_gpu_instance(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
     parts = new_parts(is_fused=is_fused)
+    parts.step.probe = probe
     parts.frames.carry = new_carry(config, model, cluster.bounds.max_rows + 1, device)
     lanes = [parts]
     if config.scheduler.has_lanes:
@@ -98,7 +113,7 @@ def build_gpu_instance(
     capture = _capture(config, lanes)
     weights_choice = weights_choice if model.fp8_block is not None else ""
     sentences = [*moe.sentences, *carry_choice(model, dtype)]
-    meeting = _meeting(config, instance, segments, lanes, model, placed, moe.dispatch)
+    meeting = _meeting(config, instance, segments, lanes, model, moe.dispatch)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(ends.exchange, mailbox)
     startup = Startup(
@@ -109,19 +124,21 @@ def build_gpu_instance(
         frames=parts.frames,
         ends=ends,
         selected=_selected(config, attention_choice, sentences, weights_choice),
-        load_experts=lambda held: load_experts(
-            checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
+        load_experts=lambda table: load_experts(
+            checkpoint, model, dtype, placed.weights, table, instance, packing, placed.put_expert
         ),
         new_ends=new_ends if has_terms and exchange not in EXCHANGES else None,
         drafts_alone=True,
         both_lanes=_both_lanes(config, lanes, engines, capture) if lanes[1:] else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         meeting=meeting,
+        copies=partial(GpuCopies, load_runtime(device.index or 0), device),
     )
     built = DecodeInstance(config, startup)
     if has_terms:
-        meeting.be_alone()
-        built.prepare()
+        meeting.prepare = built.prepare
+        if exchange not in EXCHANGES:
+            meeting.prepare_alone()
     return built
 
 
@@ -144,15 +161,12 @@ def _exchange_obstacle(name: str, cluster: ClusterConfig, device: torch.device) 
 
 
 def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
-    first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
+    steps = [(lane.pool, lane.step) for lane in lanes]
     draft = lanes[0].step.draft if config.scheduler.num_drafts else None
-    return (eager if config.data_plane.eager else CudaGraphs)(*first, *beside, draft=draft)
-
-
-def _num_slots(cluster: ClusterConfig, model: ModelConfig, has_terms: bool) -> int:
-    """Return the slots for experts in a layer; 0, for one term only: as many as experts."""
-    number = num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
-    return number if has_terms else 0
+    if config.data_plane.eager:
+        return eager(*steps, draft=draft)
+    policies = [lane_policy(order) for order in config.scheduler.lane_orders]
+    return CudaGraphs(*steps, draft=draft, policies=policies)
 
 
 def _selected(
@@ -183,13 +197,14 @@ def _both_lanes(
     return PairedEngine(
         engines,
         bucket_table(config),
-        lambda bucket: capture(*(lane.pool.context(bucket) for lane in lanes)),
+        len(config.scheduler.lane_orders),
+        lambda bucket, order: capture(*(each.pool.context(bucket) for each in lanes), order=order),
     )
 
 
 def _fused_obstacle(config: Config, device: torch.device) -> str:
     if config.data_plane.dispatch_backend != "fused":
-        return _NOT_TIMED
+        return _SLOWER
     return fused_obstacle(
         torch.cuda.get_device_properties(device),
         torch_dtype(config.data_plane),
@@ -207,26 +222,40 @@ class _Meeting:
         segments: Segments,
         exchanges: Sequence[GpuExchange],
         memories: Sequence[TermMemory],
-        ends: Sequence[TermEnd],
+        ends: tuple[TermEnd | None, ExchangeEnd | None],
     ) -> None:
+        """ends: of an experimental dispatch and of an experimental exchange."""
         self._instance, self._term, self._exchanges = instance, segments.term, exchanges
         self._memories, self._ends = memories, ends
+        self.prepare: Callable[[], None] | None = None
+        """Prepares graphs without a peer; None: with all, or it is done."""
         for exchange in exchanges:
             segments.term.mirror(exchange.ended)
 
     def meet(self, seats: Sequence[int]) -> None:
         """Begin the present term, as IpcMemory.begin_term does."""
+        dispatch, exchange = self._ends
+        if exchange is not None:
+            exchange.agree()
+        self.prepare_alone()
+        # A dispatch's first: NVSHMEM then takes DeepEP's settings (docs/decisions/0070).
+        if dispatch is not None:
+            dispatch.begin_term(seats)
         self._attach(seats, self._term.number)
-        for end in self._ends:
-            end.begin_term(seats)
+        if exchange is not None:
+            exchange.begin_term(seats)
 
-    def be_alone(self) -> None:
-        """Let this instance run steps alone, before its first term."""
-        self._attach([self._instance], NO_TERM)
+    def prepare_alone(self) -> None:
+        """Prepare graphs that need no peer, once, before the first term."""
+        if self.prepare is not None:
+            self._attach([self._instance], NO_TERM)
+            self.prepare()
+            self.prepare = None
 
     def part(self) -> None:
         for end in self._ends:
-            end.leave()
+            if end is not None:
+                end.leave()
         for memory in self._memories:
             memory.leave()
 
@@ -241,24 +270,22 @@ def _meeting(
     segments: Segments,
     lanes: Sequence[GpuParts],
     model: ModelConfig,
-    weights: GpuWeights,
     dispatch: str,
 ) -> _Meeting:
     cluster, limits, step = config.cluster, config.limits, lanes[0].step
     exchanges, device = [lane.exchange for lane in lanes], step.logits.device
-    ends: list[TermEnd] = []
+    carrier: ExchangeEnd | None = None
     memories: Sequence[TermMemory]
     if by_name := EXCHANGES.get(config.data_plane.exchange_backend):
-        own = by_name.open(segments, instance, exchanges, limits)
+        carrier = own = by_name.open(segments, instance, exchanges, limits)
         memories = own.memories
-        ends.append(own)
     else:
         runtime = load_runtime(device.index or 0)
         memories = [
             IpcMemory(runtime, segments, number, instance, exchange.places, limits)
             for number, exchange in enumerate(exchanges)
         ]
-    if dispatch in DISPATCHES:
-        opens = DISPATCHES[dispatch].open
-        ends.insert(0, opens(segments, instance, cluster, model, limits, step, weights))
-    return _Meeting(instance, segments, exchanges, memories, ends)
+    mixer: TermEnd | None = None
+    if found := DISPATCHES.get(dispatch):
+        mixer = found.open(segments, instance, cluster, model, limits, step)
+    return _Meeting(instance, segments, exchanges, memories, (mixer, carrier))

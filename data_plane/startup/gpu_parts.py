@@ -13,13 +13,14 @@ from data_plane.model.config import ModelConfig
 from data_plane.moe.fused.mixture import FusedMixtures, FusedMoe
 from data_plane.moe.gpu.all_to_all_gpu import GpuAllToAll, GpuAlone, GpuExpertExchange, GpuMixtures
 from data_plane.moe.gpu.gpu_weights import GpuWeights
-from data_plane.moe.mixture import NormedMixture
+from data_plane.moe.mixture import NormedMixture, SlotNames
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.values.experts import home_table
 
 
 class GpuParts(NamedTuple):
@@ -65,8 +66,11 @@ def gpu_parts(
     exchange = GpuExchange(places, device, timeout_ms)
     mixture: NormedMixture | None = None
     if model.num_experts:
+        home = home_table(model.num_experts, cluster.num_instances, cluster.redundant_experts)
+        names = SlotNames(home, weights.weights.layers, model.num_experts, device)
         sizes: dict[str, Any] = {
             "num_instances": cluster.num_instances,
+            "num_here": home.num_slots,
             "max_rows": cluster.bounds.max_rows,
             "device": device,
         }
@@ -74,17 +78,16 @@ def gpu_parts(
             fused = FusedMoe(
                 exchange,
                 model,
-                num_here=max(experts.num_here for experts in weights.experts if experts),
                 is_fp8=weights.has_fp8_experts,
                 dtype=dtype,
                 **sizes,
             )
-            mixture = FusedMixtures(fused, weights, model.norm_eps)
+            mixture = FusedMixtures(fused, weights, model.norm_eps, names)
         else:
             all_to_all: GpuAllToAll = GpuAlone()
             if cluster.num_instances > 1:
-                all_to_all = GpuExpertExchange(exchange, num_experts=model.num_experts, **sizes)
-            mixture = GpuMixtures(all_to_all, model, weights)
+                all_to_all = GpuExpertExchange(exchange, **sizes)
+            mixture = GpuMixtures(all_to_all, model, weights, names, exchange)
     step = GpuStep(
         model,
         weights,

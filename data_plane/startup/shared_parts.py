@@ -57,11 +57,16 @@ def page_ways(
 
 
 def term_ends(
-    config: Config, instance: int, segments: Segments, layout: RegionLayout, frames: FramePool
+    config: Config,
+    instance: int,
+    segments: Segments,
+    layout: RegionLayout,
+    frames: FramePool,
+    kind: type[ShmExchange] = ShmExchange,
 ) -> TermEnds:
-    """Make an instance's connections in a term. layout: of the exchange's regions."""
+    """Make an instance's connections in a term. layout, kind: of the exchange."""
     num_instances = config.cluster.num_instances
-    exchange = ShmExchange.create(segments, instance, num_instances, layout, config.limits)
+    exchange = kind.create(segments, instance, num_instances, layout, config.limits)
     return TermEnds(exchange, *page_ways(config, instance, segments, frames))
 
 
@@ -111,7 +116,7 @@ def moe_backends(
     )
     name = data_plane.dispatch_backend
     if data_plane.has_nvshmem and name == "auto":
-        # Of the others only NIXL-EP, by name, leaves the node.
+        # DeepEP and NIXL-EP leave the node too, by name.
         dispatch = BackendChoice("exchange", "because exchange_backend is nvshmem")
     else:
         dispatch = dispatch_backend(name, model, fused_obstacle, obstacles)

@@ -24,13 +24,15 @@ from data_plane.moe.all_to_all_cpu import ExpertExchange, ExpertKernels
 from data_plane.moe.experts import visit_experts
 from data_plane.moe.gate import gate
 from data_plane.moe.mixture import MixtureOfExperts, MoeSchedule
-from data_plane.moe.rows import combine_sums, pack_rows
+from data_plane.moe.rows import combine_sums, name_slots, pack_rows
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
 from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.regions import TensorExchange
+from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import CPU_KERNELS
+from nanocp.values.experts import home_table
 
 
 class Kernels(Packing, ExpertKernels, Protocol):
@@ -107,6 +109,7 @@ class TorchKernels(TorchPacking):
     gated_mlp = staticmethod(layers.gated_mlp)
     logits = staticmethod(layers.logits)
     gate = staticmethod(gate)
+    name_slots = staticmethod(name_slots)
     pack_rows = staticmethod(pack_rows)
     visit_experts = staticmethod(visit_experts)
     combine_sums = staticmethod(combine_sums)
@@ -165,11 +168,13 @@ def cpu_mixtures(
     model: ModelConfig,
     weights: ModelWeights,
     kernels: Kernels,
-    max_rows: int,
+    cluster: ClusterConfig,
     probe: Probe = no_probe,
 ) -> MixtureOfExperts:
     """Return the MoE layers of an instance: in native calls by schedule, or None: in parts."""
+    home = home_table(model.num_experts, cluster.num_instances, cluster.redundant_experts)
     if schedule is None:
-        return ExpertExchange(exchange, model, weights.layers, kernels, probe)
+        return ExpertExchange(exchange, model, weights.layers, kernels, probe, home)
     assert isinstance(kernels, NativeKernels), "dispatch_backend has refused it"
-    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, schedule)
+    max_rows = cluster.bounds.max_rows
+    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, home, schedule)

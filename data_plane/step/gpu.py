@@ -6,13 +6,13 @@ The slow reference, with the legend, is CpuStep (step/cpu.py). (The paper's sect
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from data_plane.attention.paged import Attention
+from data_plane.graph.lane_parts import EXCHANGE, OTHER, WAIT, LanePart
 from data_plane.graph.pool_gpu import GpuContext, GpuPages, GpuPool
 from data_plane.kernels.norm import add_norm, embed_norm
 from data_plane.kv.carry_pool import CarryRows
@@ -25,12 +25,15 @@ from data_plane.model.weights import LayerWeights
 from data_plane.moe.gpu.all_to_all_gpu import gated_rows
 from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.mixture import NormedMixture
+from data_plane.step.attending import Attending, LocalRows
 from data_plane.step.gpu_rows import attention_rows
+from data_plane.step.probe import Probe, no_probe
 from data_plane.step.triton_returned import merge_returned
 from data_plane.step.triton_turns import next_turn_kernel
 from data_plane.transport.exchange import Channel
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.config.cluster import BoundsConfig
+from nanocp.overlap.policies.orders import ATTENTION
 from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import PAGE_SIZE
 
@@ -51,6 +54,8 @@ class GpuStep:
         bounds: BoundsConfig,
     ) -> None:
         self._model, self._weights = model, weights.weights
+        self.probe: Probe = no_probe
+        """Called while a step is launched or captured."""
         self._places = model.places
         self._frames, self._pool, self._exchange, self._attention = (
             frames,
@@ -97,9 +102,26 @@ class GpuStep:
         for _ in self.draft_phases(context):
             pass
 
+    @property
+    def tags(self) -> list[str]:
+        """Tags of the parts of `phases`."""
+        attention = [ATTENTION, *(part.tag for part in (WAIT, EXCHANGE, WAIT, OTHER))]
+        tags = [OTHER.tag]
+        for index, layer in enumerate(self._weights.layers[: self._model.num_layers]):
+            tags += attention if index not in self._model.linear_layers else []
+            if layer.mlp is None:
+                assert self.mixture is not None, "the model has experts"
+                tags += (part.tag for part in self.mixture.parts)
+        return tags
+
     @torch.inference_mode()
-    def phases(self, context: GpuContext) -> Iterator[None]:
-        """Run the step; yield before each wait, so instances in one thread can take turns."""
+    def phases(self, context: GpuContext) -> Iterator[LanePart]:
+        """Run the step; yield each part before it is launched.
+
+        Instances in one thread can take turns: a wait is a part. The parts' tags are `tags`, for
+        every context.
+        """
+        yield OTHER
         self._pool.run_adopt()
         weights, num_layers = self._weights, self._model.num_layers
         x_BX, normed_BX = embed_norm(
@@ -108,6 +130,7 @@ class GpuStep:
         _, normed_BX = yield from self._layers(
             context, x_BX, normed_BX, range(num_layers), weights.final_norm
         )
+        self.probe("step")
         if num_rows := context.bucket.num_rows:
             self._score(normed_BX)
             if weights.mtp is not None and context.bucket.width > 1:
@@ -116,7 +139,7 @@ class GpuStep:
                 self._turn.zero_()
 
     @torch.inference_mode()
-    def draft_phases(self, context: GpuContext) -> Iterator[None]:
+    def draft_phases(self, context: GpuContext) -> Iterator[LanePart]:
         """Run the MTP layer over `hidden` and the pool's tokens, in parts."""
         mtp, first = self._weights.mtp, self._model.num_layers
         assert mtp is not None
@@ -165,34 +188,50 @@ class GpuStep:
 
     def _layers(
         self, context: GpuContext, x_BX: Tensor, normed_BX: Tensor, layers: range, norm_X: Tensor
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    ) -> Generator[LanePart, None, tuple[Tensor, Tensor]]:
         """Run layers over hidden rows: (the rows, the rows normed by norm_X)."""
         weights, eps, has_links = self._weights, self._model.norm_eps, context.has_links
         # The norm behind each layer's MLP.
         norms = [*(weights.layers[index].input_norm for index in layers[1:]), norm_X]
         own, slot_NB = None, torch.empty(0)
         if context.bucket.num_rows:
-            slots, lengths = self._locate(context.own, context.position, context.live)
-            own = _Local(slots, self._plan(context.own, lengths, context))
+            own = self._rows_at(context.own, context.position, context.live, context)
             if has_links:
                 slot_NB = self._pool.run_route(context)
-        received: _Local | None = None
+        received: LocalRows | None = None
         for index, next_norm in zip(layers, norms, strict=True):
             layer = weights.layers[index]
+            self.probe("other")
             out_BHV, lse_BH = torch.empty(0), torch.empty(0)
+            attending = LanePart(ATTENTION)
             if index in self._model.linear_layers:
                 if own is not None:
                     o_BHV = self._linear_attention(context, index, layer, normed_BX)
             else:
                 if own is not None:
-                    out_BHV, lse_BH = self._start_attention(context, index, layer, normed_BX, own)
+                    attending = self._start_attention(context, index, layer, normed_BX, own)
                 # Instances that take turns yield equally often, with links and without.
-                yield
+                yield attending
+                if isinstance(attending, Attending):
+                    self.probe("attention")
+                    out_BHV, lse_BH = attending.run()
+                yield WAIT
+                if has_links:
+                    self.probe("exchange")
+                    self._exchange.wait(Channel.Q, context.num_received)
+                yield LanePart(EXCHANGE.tag, (out_BHV, lse_BH))
+                if own is not None:
+                    self.probe("other")
+                    if self._is_latent:
+                        out_BHV = self._rows.finish(layer, out_BHV)
+                    out_BHV = out_BHV.contiguous()
                 if has_links:
                     received = self._answer(context, index, layer, received)
-                yield
+                yield WAIT
                 if has_links:
+                    self.probe("exchange")
                     self._exchange.wait(Channel.RES, context.num_sent)
+                yield OTHER
                 if own is not None:
                     o_BHV = self._merged(context, layer, out_BHV, lse_BH, slot_NB)
                     o_BHV = ops.gate_heads(normed_BX, o_BHV, layer, self._model)
@@ -205,7 +244,7 @@ class GpuStep:
             else:
                 assert self.mixture is not None, "the model has experts"
                 x_BX, normed_BX = yield from self.mixture.phases(
-                    x_BX, normed_BX, context.live, index, next_norm
+                    x_BX, normed_BX, context.live, index, next_norm, self.probe
                 )
         if not has_links:
             self._exchange.skip_attention(len(set(layers) - set(self._model.linear_layers)))
@@ -251,30 +290,27 @@ class GpuStep:
         self._exchange.check()
         self.check_mixture()
 
-    def _locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-        return self._pool.run_locate(pages, position, live, self._exchange.error)
-
-    def _plan(self, pages: GpuPages, lengths: Tensor, context: GpuContext) -> Any:
-        return self._attention.plan(pages.frame, lengths, context.bucket.width)
-
-    def _attend(
-        self, q_AHD: Tensor, place: int, plan: Any, needs_lse: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        scale = self._model.attention.softmax_scale
-        return self._attention.run(q_AHD, self._frames.layers[place], plan, scale, needs_lse)
+    def _rows_at(
+        self, pages: GpuPages, position: Tensor, live: Tensor, context: GpuContext
+    ) -> LocalRows:
+        slots, lengths = self._pool.run_locate(pages, position, live, self._exchange.error)
+        return LocalRows(self._attention, pages.frame, lengths, slots, context.bucket.width)
 
     def _start_attention(
-        self, context: GpuContext, index: int, layer: LayerWeights, normed_BX: Tensor, own: _Local
-    ) -> tuple[Tensor, Tensor]:
-        """Send the rows that other instances read too, append, and attend.
-
-        Returns (output [B, H, V], lse [B, H]); in the absorbed form the output is O wide.
-        """
+        self,
+        context: GpuContext,
+        index: int,
+        layer: LayerWeights,
+        normed_BX: Tensor,
+        own: LocalRows,
+    ) -> Attending:
+        """Send the rows that other instances read too, and append."""
         place = self._places[index]
         started = self._rows.start(
             place, layer, normed_BX, context.position, own.slots, context.has_links
         )
         if context.has_links:
+            self.probe("exchange")
             sent_B = started.wire_q_BC if self._is_latent else started.q_BHD.flatten(1)
             fields = {
                 "position": context.position,
@@ -283,10 +319,8 @@ class GpuStep:
                 "kv": started.kv_BW,
             }
             self._exchange.put(Channel.Q, fields, context.num_sent, context.send_row)
-        partial, lse_BH = self._attend(started.q_BHD, place, own.plan, context.has_links)
-        if self._is_latent:
-            partial = self._rows.finish(layer, partial)
-        return partial.contiguous(), lse_BH
+        pool_FSW, scale = self._frames.layers[place], self._model.attention.softmax_scale
+        return Attending(own, started.q_BHD, pool_FSW, scale, context.has_links)
 
     def _linear_attention(
         self, context: GpuContext, index: int, layer: LayerWeights, normed_BX: Tensor
@@ -313,14 +347,15 @@ class GpuStep:
     ) -> Tensor:
         if context.has_links:
             merge_returned(out_BHV, lse_BH, self._exchange, slot_NB)
+        self.probe("other")
         return out_BHV if self._is_latent else self._rows.finish(layer, out_BHV)
 
     def _answer(
-        self, context: GpuContext, index: int, layer: LayerWeights, local: _Local | None
-    ) -> _Local | None:
+        self, context: GpuContext, index: int, layer: LayerWeights, local: LocalRows | None
+    ) -> LocalRows | None:
         """Phases 2 and 3: append and attend for the rows of others, return partials."""
         place, count = self._places[index], context.bucket.num_received
-        self._exchange.wait(Channel.Q, context.num_received)
+        self.probe("exchange")
         if not count:
             return None
         self._exchange.take(Channel.Q, context.num_received, self._received)
@@ -330,24 +365,19 @@ class GpuStep:
         if local is None:
             # The first layer: a row's position and live flag are the same in every layer behind
             # it. A wait that fails later leaves the slots, which are of the position in flight.
-            slots, lengths = self._locate(context.received, position_A, live_A)
-            local = _Local(slots, self._plan(context.received, lengths, context))
+            local = self._rows_at(context.received, position_A, live_A, context)
         self._rows.append(place, local.slots, kv_AW)
         if self._is_latent:
             q_AHD = self._rows.queries(layer, q_AC, position_A)
         else:
             q_AHD = q_AC.view(count, self._model.attention.num_heads, -1)
-        partial, lse = self._attend(q_AHD, place, local.plan)
+        self.probe("attention")
+        scale = self._model.attention.softmax_scale
+        partial, lse = local.attend(q_AHD, self._frames.layers[place], scale)
+        self.probe("exchange")
         if self._is_latent:
             partial = self._rows.finish(layer, partial)
         self._exchange.put(
             Channel.RES, {"partial": partial.contiguous(), "lse": lse}, context.num_received
         )
         return local
-
-
-class _Local:
-    __slots__ = ("plan", "slots")
-
-    def __init__(self, slots: Tensor, plan: Any) -> None:
-        self.slots, self.plan = slots, plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from data_plane.moe.all_to_all_cpu import MoePhase
+from data_plane.moe.mixture import MoePhase
 
 Phase = Literal["step", "attention", "exchange"] | MoePhase
 """A part of a step; a step is in one phase at a time.

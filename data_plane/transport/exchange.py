@@ -182,21 +182,14 @@ class EpochError(ExchangeError):
 class Exchange(Protocol):
     """One instance's end of the exchange."""
 
-    @property
-    def instance(self) -> int:
-        """The number of this instance."""
-
-    @property
-    def num_instances(self) -> int:
-        """Number of instances, this one included."""
-
-    @property
-    def waited_ns(self) -> int:
-        """Nanoseconds of waits for puts since the start."""
-
-    @property
-    def awaited(self) -> int | None:
-        """The instance that blocks a wait now, for any thread."""
+    instance: int
+    """The number of this instance."""
+    num_instances: int
+    """Number of instances, this one included."""
+    waited_ns: int
+    """Nanoseconds of waits for puts since the start."""
+    awaited: int | None
+    """The instance that blocks a wait now, for any thread."""
 
     def connect(self, timeout_ms: int) -> None:
         """Attach to every peer's regions.

@@ -61,7 +61,7 @@ def mixture_layout(max_rows: int, per_row: int, hidden_size: int, value: str) ->
     return {
         Channel.DISPATCH: (
             Field("count", "int32", (1,)),
-            Field("expert", "int64", (max_rows, per_row)),
+            Field("number", "int64", (max_rows, per_row)),
             Field("weight", "float32", (max_rows, per_row)),
             hidden,
         ),
@@ -86,17 +86,17 @@ class TensorExchange:
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
-        """Return this instance's region at the target as writable tensors (Exchange.outgoing)."""
+        """Return this instance's region at the target as writable tensors."""
         arrays = self.exchange.outgoing(channel.in_lane(self._lane), target, epoch)
         return self._tensors((True, channel, target, epoch & 1), arrays)
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
-        """Publish the region with its first `num_rows` rows, as Exchange.put does."""
+        """Publish the region with its first `num_rows` rows."""
         self.exchange.put(channel.in_lane(self._lane), target, epoch, num_rows)
         self.count_sent(channel, num_rows)
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
-        """Wait for the source's put and return its region's tensors, as Exchange.wait does."""
+        """Wait for the source's put and return its region's tensors."""
         arrays = self.exchange.wait(channel.in_lane(self._lane), source, epoch)
         return self._tensors((False, channel, source, epoch & 1), arrays)
 
@@ -106,7 +106,7 @@ class TensorExchange:
         return self._tensors((False, channel, source, epoch & 1), arrays)
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """Return the addresses of the flags to and from the peer, as Exchange.flags does."""
+        """Return the addresses of the flags to and from the peer."""
         return self.exchange.flags(channel.in_lane(self._lane), peer, epoch)
 
     def count_sent(self, channel: Channel, num_rows: int) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from data_plane.transport.exchange import Term
-from data_plane.transport.futex import Word
 from data_plane.transport.nixl.pages import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import (
     DIRECTORY,
     NoRoom,
     OwnedSegment,
     PeerSegment,
+    Segment,
     is_owned,
     segment_name,
     sweep_stale,
@@ -36,41 +34,6 @@ _START_PAUSES = 6
 """Before the first term, as an operator waits."""
 _LOOK_S = 0.05
 """A pause looks so often whether the term is over."""
-
-
-class Segment(Protocol):
-    """A segment of another process, in which this process writes its own places."""
-
-    name: str
-    description: str
-    data_offset: int
-    memory: mmap.mmap
-    bulk: Any
-    """Memory for pages apart from `memory`, uint8, if they go by NIXL; else None."""
-
-    def publish(
-        self,
-        word: Word,
-        value: int,
-        chunks: Sequence[tuple[int, int]] = (),
-        bulk: tuple[int, int] | None = None,
-    ) -> None:
-        """Set the word after all that was written to `memory`; lost if the owner is dead.
-
-        chunks, bulk: (offset, bytes) of `memory` and `bulk` that must arrive.
-        """
-
-    def owner_is_alive(self) -> bool:
-        """True while the owner's process lives."""
-
-    def claim(self) -> bool:
-        """Become the segment's only writer until this process ends; False if there is another."""
-
-    def require(self, description: str) -> None:
-        """Raise ValueError, naming the first line that differs, unless the description is equal."""
-
-    def close(self) -> None:
-        """Give up the segment. Idempotent."""
 
 
 def node_identity() -> str:
@@ -94,9 +57,8 @@ class Segments:
         """Nothing is shared or served before `own` and `attach`.
 
         server: where processes of other nodes attach; None if none can. is_always_tcp: use TCP also
-        within a node. node: this node's identity, by default `node_identity()`. nixl: sends pages,
-        to any node; it needs the owner's server. term: in which segments are made and attached, by
-        default the first, which does not end. puts: sends what the exchange puts, likewise.
+        within a node. node: by default `node_identity()`. nixl: sends pages, to any node; it needs
+        the owner's server. term: of all segments, by default the first, which does not end.
         """
         self.cluster_id = cluster_id
         self.term = term or Term()
@@ -142,8 +104,7 @@ class Segments:
         """Make an OwnedSegment of this process in the present term.
 
         page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. Waits a bounded
-        time for room: the last term's segments are free once every peer has let go of them. Raises
-        TermOver besides.
+        time for room, until every peer has let go of the last term's. Raises TermOver besides.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
@@ -183,7 +144,7 @@ class Segments:
     ) -> Segment:
         """Return the instance's segment of this kind, once it exists.
 
-        writer: a name, unique at a time. block: (offset, bytes) that it writes for the exchange.
+        writer: a name, unique at a time. has_pages: `bulk` is written, by NIXL if it is used.
         Raises ExchangeTimeout or PeerLost, which name the instance, TermOver, or ValueError for
         another configuration.
         """

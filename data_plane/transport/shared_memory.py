@@ -36,7 +36,7 @@ DIRECTORY = Path("/dev/shm")
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
     r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-t(?P<term>[0-9]+)"
-    r"-(exchange|gpu_memory[0-9]+|nixl_ep|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-(?P<instance>[0-9]+)"
+    r"-(exchange|gpu_memory[0-9]+|nixl_ep|deep_ep[0-9]+|nvshmem[0-9]+|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-(?P<instance>[0-9]+)"
 )
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
@@ -229,8 +229,44 @@ def _link(fd: int, name: str) -> None:
         os.close(directory_fd)
 
 
-class PeerSegment:
-    """An instance's segment on this node, mapped for reading and writing; a segments.Segment.
+class Segment(Protocol):
+    """A segment of another process, in which this process writes its own places."""
+
+    name: str
+    description: str
+    data_offset: int
+    memory: mmap.mmap
+    bulk: Any
+    """Memory for pages apart from `memory`, uint8, if they go by NIXL; else None."""
+
+    def publish(
+        self,
+        word: Word,
+        value: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        bulk: tuple[int, int] | None = None,
+    ) -> None:
+        """Set the word after all that was written to `memory`; lost if the owner is dead.
+
+        chunks, bulk: (offset, bytes) of `memory` and `bulk` that must arrive.
+        """
+
+    def owner_is_alive(self) -> bool:
+        """True while the owner's process lives."""
+
+    def claim(self) -> bool:
+        """Become the segment's only writer until this process ends; False if there is another."""
+
+    def require(self, description: str) -> None:
+        """Raise ValueError, naming the first line that differs, unless the description is equal."""
+        require_description(self.name, self.description, description)
+
+    def close(self) -> None:
+        """Give up the segment. Idempotent."""
+
+
+class PeerSegment(Segment):
+    """An instance's segment on this node, mapped for reading and writing.
 
     Waits until it exists. Raises ExchangeTimeout, TermOver, PeerLost if its owner is dead,
     ValueError if another version made it.
@@ -258,33 +294,22 @@ class PeerSegment:
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Set the word; what was written to `memory` is there already."""
         assert bulk is None, "the segment has no bulk"
         word.store(value)
 
     def owner_is_alive(self) -> bool:
-        """True while the owner's process lives; takes about a microsecond."""
         assert self._fd is not None, f"{self.name} is closed"
         return _owner_is_alive(self._fd)
 
     def claim(self) -> bool:
-        """Become the segment's only writer until this process ends; False if there is another.
-
-        This lock is not flock, which proves the owner alive.
-        """
         assert self._fd is not None, f"{self.name} is closed"
-        try:
+        try:  # not flock, which proves the owner alive
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _CLAIM)
         except BlockingIOError:
             return False
         return True
 
-    def require(self, description: str) -> None:
-        """Raise ValueError unless the segment has this description."""
-        require_description(self.name, self.description, description)
-
     def close(self) -> None:
-        """Close the mapping. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -30,11 +30,12 @@ from data_plane.transport.exchange import (
     side_by_side,
 )
 from data_plane.transport.futex import Word, wait_for_any
-from data_plane.transport.segments import Segment, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import (
     CACHE_LINE,
     OwnedSegment,
     PeerSegment,
+    Segment,
     aligned,
 )
 from nanocp.config.limits import LimitsConfig
@@ -74,12 +75,12 @@ class ShmExchange(Exchange):
     ) -> None:
         self._segment = segment
         self._segments = segments
-        self._instance = instance
-        self._num_instances = num_instances
+        self.instance = instance
+        self.num_instances = num_instances
         self._layout = layout
         self._limits = limits
-        self._waited_ns = 0
-        self._awaited: int | None = None
+        self.waited_ns = 0
+        self.awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
         """Peers that are reached by TCP."""
@@ -109,38 +110,19 @@ class ShmExchange(Exchange):
         return cls(segment, segments, instance, num_instances, layout, limits)
 
     def connect(self, timeout_ms: float) -> None:
-        """Attach to the segments of all other instances of the term, as they appear.
-
-        Raises ExchangeTimeout, PeerLost, TermOver, or ValueError if a peer has another layout.
-        """
+        """Attach to the term's other instances; also raises ValueError for another layout."""
         deadline = time.monotonic() + timeout_ms / 1000
         for target in self._others():
             if target in self._peers or not self._segments.is_there(target):
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            writer = _writer(self._instance)
+            writer = _writer(self.instance)
             peer = self._segments.attach(_KIND, target, writer, self._limits, left_ms)
             self._peers[target] = peer
             if not isinstance(peer, PeerSegment):
                 self._remote.add(target)
-            peer.require(_describe(self._layout, self._num_instances))
-            self._outgoing[target] = self._map_block(peer, self._instance, target)
-
-    @property
-    def instance(self) -> int:
-        return self._instance
-
-    @property
-    def num_instances(self) -> int:
-        return self._num_instances
-
-    @property
-    def awaited(self) -> int | None:
-        return self._awaited
-
-    @property
-    def waited_ns(self) -> int:
-        return self._waited_ns
+            peer.require(_describe(self._layout, self.num_instances))
+            self._outgoing[target] = self._map_block(peer, self.instance, target)
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
         return self._outgoing[target][channel][epoch & 1].views
@@ -160,7 +142,6 @@ class ShmExchange(Exchange):
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """The addresses of both flags; a peer that is reached by TCP must be put to."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
         return Flags(None if peer in self._remote else outgoing, incoming)
@@ -186,7 +167,7 @@ class ShmExchange(Exchange):
             return
         term = self._segments.term
         begin_ns = time.perf_counter_ns()
-        self._awaited = awaited[0].source
+        self.awaited = awaited[0].source
         has_arrived = self._until_any(
             [
                 (self._incoming[source][channel][epoch & 1], epoch + 1)
@@ -194,9 +175,9 @@ class ShmExchange(Exchange):
             ],
             go_on=lambda: not term.is_over and all(self._is_alive(put.source) for put in awaited),
         )
-        self._awaited = None
+        self.awaited = None
         waited_ns = time.perf_counter_ns() - begin_ns
-        self._waited_ns += waited_ns
+        self.waited_ns += waited_ns
         if not has_arrived:
             term.check()
             lost = (put for put in awaited if not self._is_alive(put.source))
@@ -219,13 +200,13 @@ class ShmExchange(Exchange):
     def _wait_for_flag(self, region: _Region, channel: Channel, source: int, epoch: int) -> int:
         term = self._segments.term
         begin_ns = time.perf_counter_ns()
-        self._awaited = source
+        self.awaited = source
         has_arrived = self._until_any(
             [(region, epoch + 1)], go_on=lambda: not term.is_over and self._is_alive(source)
         )
-        self._awaited = None
+        self.awaited = None
         waited_ns = time.perf_counter_ns() - begin_ns
-        self._waited_ns += waited_ns
+        self.waited_ns += waited_ns
         if has_arrived:
             return region.flag.load()
         term.check()
@@ -235,7 +216,7 @@ class ShmExchange(Exchange):
         channel, source, epoch = awaited
         word = self._incoming[source][channel][epoch & 1].flag
         what = (
-            f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for "
+            f"instance {self.instance}, {waited_ns // 1_000_000} ms into its wait for "
             f"{channel.name} of epoch {epoch}"
         )
         if not self._is_alive(source):
@@ -256,17 +237,17 @@ class ShmExchange(Exchange):
 
     def _epoch_error(self, channel: Channel, source: int, epoch: int, flag: int) -> EpochError:
         return EpochError(
-            f"instance {self._instance} awaits {channel.name} of instance {source}, epoch {epoch}, "
+            f"instance {self.instance} awaits {channel.name} of instance {source}, epoch {epoch}, "
             f"but finds epoch {flag - 1}: the region was overwritten before it was read"
         )
 
     def _others(self) -> list[int]:
-        return [other for other in range(self._num_instances) if other != self._instance]
+        return [other for other in range(self.num_instances) if other != self.instance]
 
     def _map_block(self, segment: OwnedSegment | Segment, source: int, target: int) -> _Block:
         begin = _number(source, target) * _block_bytes(self._layout)
         block = _map_block(segment, segment.data_offset + begin, self._layout)
-        if target == self._instance:
+        if target == self.instance:
             for region in (region for parities in block for region in parities):
                 for view in region.views.values():
                     view.flags.writeable = False

@@ -10,7 +10,9 @@ RUN python -m venv /opt/nanocp \
 COPY nanocp nanocp
 COPY control_plane control_plane
 COPY data_plane data_plane
-RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt '.[serve,gpu]'
+# For several nodes of GPUs: serve,gpu,nvshmem (deploy/k8s/gpu.yaml).
+ARG EXTRAS=serve,gpu
+RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
 
 FROM python:3.11-slim-bookworm
 # Triton compiles its launchers with gcc. KubeRay's containers call the others by name.

@@ -35,6 +35,12 @@ def step_panels() -> list[Panel]:
             "without lanes.",
         ),
         panel(
+            "Windows by the order of their lanes",
+            "ops",
+            ("sum by (order) (rate(nanocp:lane_windows_total[$__rate_interval]))", "{{order}}"),
+            about="One lane where two would not pay.",
+        ),
+        panel(
             "Busy in a step",
             "s",
             (

@@ -115,11 +115,8 @@ def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
     prefix = _ids(options.random_prefix_len, random, options, tokenizer)
 
     def length(of: int) -> int:
-        least, most = (
-            int(of * (1 - options.random_range_ratio)),
-            int(of * (1 + options.random_range_ratio)),
-        )
-        return max(1, random.randint(least, most))
+        ratio = options.random_range_ratio
+        return max(1, random.randint(int(of * (1 - ratio)), int(of * (1 + ratio))))
 
     for _ in range(options.num_prompts):
         num_tokens = length(options.input_len or options.random_input_len)

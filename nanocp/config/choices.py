@@ -62,6 +62,10 @@ class Among(NamedTuple):
 
 Natural = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
+NotNegative = Annotated[float, Bounds("a finite number and not negative", 0)]
+ABOVE_ZERO = Bounds("positive and finite", 0, excludes_low=True)
+AboveZero = Annotated[float, ABOVE_ZERO]
+Share = Annotated[float, Bounds("above 0 and at most 1", 0, 1, True)]
 
 _MARKS: dict[type, dict[str, tuple[Any, ...]]] = {}
 

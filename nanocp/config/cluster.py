@@ -61,7 +61,7 @@ class ClusterConfig:
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     redundant_experts: Natural = 0
     """Slots for experts that each instance has in every layer beyond its share. The cluster goes on
-    without an instance if the others have slots for all experts. On CPUs only."""
+    without an instance if the others have slots for all experts."""
     spares: Natural = 0
     """Processes that stand by with all weights but experts, and take the seats of lost instances.
     On the machine of `nanocp serve`, on CPUs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from nanocp.config.choices import Natural, check_fields, require
 
@@ -43,6 +44,9 @@ CPU_COSTS = CostConfig(
 )
 """Costs of two instances on a 2-core VM with 162M parameters
 (docs/decisions/0053-costs-of-the-device.md)."""
+
+GPU_DEGREES: dict[str, Any] = {"cp_degree_buckets": ((113_664, 1),), "cp_degree_max": 8}
+"""CP degrees of DeepSeek-V3 on 32 H200, by the constants that the defaults of CostConfig are of."""
 
 
 def check_ttft_targets(targets: tuple[tuple[int, int], ...]) -> None:

@@ -115,9 +115,9 @@ class DataPlaneConfig:
             "tcp are for cpu, cuda_ipc and nvshmem for cuda",
         )
         require(
-            not self.has_nvshmem or self.dispatch_backend in ("auto", "exchange", "nixl_ep"),
-            f"exchange_backend is nvshmem and dispatch_backend {self.dispatch_backend}; it must be "
-            "exchange, which puts by NVSHMEM, or nixl_ep, which leaves the node by itself",
+            not self.has_nvshmem or self.dispatch_backend != "fused",
+            "exchange_backend is nvshmem and dispatch_backend fused; it must be exchange, which "
+            "puts by NVSHMEM, or deep_ep or nixl_ep, which leave the node by themselves",
         )
         require(
             self.page_backend != "nixl" or self.exchange_backend != "shm",

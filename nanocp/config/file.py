@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from nanocp.config.choices import INTERNAL, PROFILED, is_hidden, marks_of, require
-from nanocp.config.cost import CPU_COSTS
+from nanocp.config.cost import CPU_COSTS, GPU_DEGREES
 from nanocp.config.data_plane import default_dtype
 from nanocp.config.whole import FOLLOWS, SECRETS, Config
 from nanocp.files.inputs import readable
-from nanocp.files.yaml_file import read_yaml
+from nanocp.files.yaml_file import given, read_yaml, sentence, validated
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances; values are JSON or else text."""
@@ -57,12 +57,13 @@ def load_config(
         merged = _merge(merged, source.tree)
     if isinstance(profile := _at(merged, ("scheduler", "profile")), str) and profile:
         measured = _Source(profile, _read_yaml(Path(profile), "profile"), {})
+        measured.tree.pop("measured_on", None)
         _check_keys(measured, measured.tree, Config, (), is_profile=True)
         merged = _merge(measured.tree, merged)
         sources.insert(0, measured)
     device = merged["data_plane"]["device"] if _sets(merged, ("data_plane", "device")) else "cpu"
-    if device == "cpu":
-        merged = _merge({"scheduler": {"costs": asdict(CPU_COSTS)}}, merged)
+    of_device = {"costs": asdict(CPU_COSTS)} if device == "cpu" else GPU_DEGREES
+    merged = _merge({"scheduler": of_device}, merged)
     merged = _merge({"data_plane": {"dtype": default_dtype(device)}}, merged)
     for key, other in FOLLOWS.items():
         value = _at(merged, other)
@@ -70,12 +71,18 @@ def load_config(
             least = _at(asdict(Config()), key)
             merged = _merge(merged, _nested(key, max(least, value + value // 2)))
     try:
-        # Strict JSON: an array may become a tuple, but true is no integer and "2" is none either.
-        return TypeAdapter(Config).validate_json(json.dumps(merged, default=str), strict=True)
+        config = validated(Config, merged)
     except ValidationError as error:
         raise ValueError(
             "\n".join(_sentence(dict(detail), sources) for detail in error.errors())
         ) from error
+    found = measured_on(config.scheduler.profile).get("device", device)
+    require(
+        found == device,
+        f"{profile}: it was measured on {found}, and data_plane.device is {device}; profile again, "
+        "or leave scheduler.profile out",
+    )
+    return config
 
 
 def origins(
@@ -101,6 +108,19 @@ def doubts_in(profile: str) -> list[str]:
     """Doubts that `nanocp profile` noted in its file, which `load_config` has read."""
     lines = readable(Path(profile)).read_text(encoding="utf-8").splitlines() if profile else []
     return [each.removeprefix("# ") for each in lines if each.startswith(f"# {UNRELIABLE}")]
+
+
+def measured_on(profile: str) -> dict[str, str]:
+    """The device and the model that `nanocp profile` notes in its file; empty without a file."""
+    found = _read_yaml(Path(profile), "profile").get("measured_on", {}) if profile else {}
+    require(
+        isinstance(found, dict)
+        and found.keys() <= {"device", "model"}
+        and all(isinstance(each, str) for each in found.values()),
+        f"{profile}: measured_on is {given(found)}; it must be the device and the model, as "
+        "`nanocp profile` writes them",
+    )
+    return dict(found)
 
 
 def settings(given: Sequence[str]) -> dict[str, Any]:
@@ -138,7 +158,7 @@ def _read_yaml(path: Path, what: str) -> _Tree:
         return {}
     if not isinstance(tree, dict):
         raise ValueError(
-            f"{path}: the file holds {_given(tree)}; it must hold sections such as `cluster:`"
+            f"{path}: the file holds {given(tree)}; it must hold sections such as `cluster:`"
         )
     return tree
 
@@ -211,7 +231,6 @@ _MEASURED = "it is measured: set scheduler.profile to a file that `nanocp profil
 def _check_keys(
     source: _Source, tree: _Tree, section: type, path: tuple[str, ...], is_profile: bool = False
 ) -> None:
-    """Raises ValueError for an unknown key, or one that such a source may not set."""
     types, marks = get_type_hints(section), marks_of(section)
     known = [name for name in types if not name.startswith("__")]
     for key in list(tree):
@@ -264,18 +283,14 @@ def known_keys(section: type = Config, path: tuple[str, ...] = ()) -> Iterator[t
 
 def _sentence(detail: dict[str, Any], sources: list[_Source]) -> str:
     path = tuple(part for part in detail["loc"] if isinstance(part, str))
-    setters = [source for source in sources if _sets(source.tree, path)] or sources[-1:]
-    if (
-        detail["type"] == "value_error"
-    ):  # Raised by the section itself: it names the key and what would be right.
+    setters = [each for each in sources if each.tree and _sets(each.tree, path)] or sources[-1:]
+    key = ".".join(path)
+    if detail["type"] == "value_error":
         names = " and ".join(source.name for source in setters)
-        return f"{names}: in section {'.'.join(path)}: {detail['ctx']['error']}"
-    spelled = setters[-1].key_of.get(path, ".".join(path))
-    wanted = detail["msg"].replace("Input should be", "it must be")
-    if detail["type"] == "dataclass_type":
-        wanted = "it must be a section of keys"
-    given = "not as it must be" if path[-1] in SECRETS else _given(detail["input"])
-    return f"{setters[-1].name}: {spelled} is {given}; {wanted}"
+        return f"{names}: {sentence(detail, f'in section {key}' if key else '', '')}"
+    spelled = setters[-1].key_of.get(path, key)
+    shown = "not as it must be" if path[-1] in SECRETS else given(detail["input"])
+    return f"{setters[-1].name}: {sentence(detail, spelled, shown)}"
 
 
 def _sets(tree: Any, path: tuple[str, ...]) -> bool:
@@ -290,8 +305,3 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def _given(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -19,6 +19,9 @@ from nanocp.config.cost import CostConfig, check_ttft_targets
 from nanocp.values.plan import PAGE_SIZE
 
 LANES = ("off", "measured", "always", "random")
+LANE_ORDERS = ("behind_first", "dual_batch_overlap", "nanoflow")
+_SEARCHED = "combine N/N, attention N/N, exchange N/N, experts N/N"
+_LANE_ORDER = "|".join((*LANE_ORDERS, _SEARCHED))
 DRAFTING = ("measured", "always", "random")
 
 
@@ -80,9 +83,9 @@ class SchedulerConfig:
     """Rows in two lanes, one of which computes while the other awaits its peers
     (docs/develop/overlap.md). off: one lane. measured: as `lane_table` says for each window.
     always, or drawn for each window and row (random): for tests."""
-    lane_table: Annotated[tuple[tuple[int, int, int], ...], PROFILED] = ()
-    """(rows, links, percent): time of two lanes relative to one, for an instance of this size, from
-    `nanocp profile --overlap`."""
+    lane_table: Annotated[tuple[tuple[int, int, int, str], ...], PROFILED] = ()
+    """(rows, links, percent, order): time of two lanes relative to one, for an instance of this
+    size, from `nanocp profile --overlap`."""
     lane_gain_percent: Annotated[Natural, PROFILED] = 3
     """Two lanes run only where they save at least this percentage."""
     num_drafts: Natural = 0
@@ -117,11 +120,14 @@ class SchedulerConfig:
         )
         require(
             all(
-                rows >= 1 and links >= 0 and percent >= 1
-                for rows, links, percent in self.lane_table
+                rows >= 1
+                and links >= 0
+                and percent >= 1
+                and re.fullmatch(_LANE_ORDER.replace("N", r"\d+"), order)
+                for rows, links, percent, order in self.lane_table
             ),
-            f"lane_table is {self.lane_table}; it must be (rows, links, percent) with rows and "
-            "percent from 1 and links from 0",
+            f"lane_table is {self.lane_table}; it must be (rows, links, percent, order) with rows "
+            f"and percent from 1, links from 0 and order one of {_LANE_ORDER}",
         )
         require(
             self.lanes != "measured" or bool(self.lane_table),
@@ -154,12 +160,16 @@ class SchedulerConfig:
         """True if a window may run in two lanes: every instance has regions for both."""
         return self.lanes != "off"
 
-    def lane_point(self, num_rows: int, num_links: int) -> tuple[int, int, int] | None:
-        """The smallest entry of `lane_table` that holds this size, else the largest one, if any."""
-        holds = [p for p in self.lane_table if p[0] >= num_rows and p[1] >= num_links]
-        return min(holds) if holds else max(self.lane_table, default=None)
+    @property
+    def lane_orders(self) -> tuple[str, ...]:
+        """Orders of two lanes; the first has number 1."""
+        return tuple(dict.fromkeys(order for *_, order in self.lane_table)) or ("behind_first",)
 
-    def lanes_pay(self, num_rows: int, num_links: int) -> bool:
-        """True if two lanes save enough for a window of this size, as measured."""
-        point = self.lane_point(num_rows, num_links)
-        return point is not None and point[2] <= 100 - self.lane_gain_percent
+    def lane_order(self, num_rows: int, num_links: int) -> int:
+        """The number for a window: of the smallest entry that holds it, else the largest; or 0."""
+        if not self.lane_table:
+            return 1
+        holds = [p for p in self.lane_table if p[0] >= num_rows and p[1] >= num_links]
+        *_, percent, order = min(holds) if holds else max(self.lane_table)
+        pays = self.lanes == "always" or percent <= 100 - self.lane_gain_percent
+        return 1 + self.lane_orders.index(order) if pays else 0

@@ -261,7 +261,6 @@ def _of_carries(config: Config) -> _Refusals:
 
 def _of_slots(config: Config) -> _Refusals:
     return (
-        _of_cpus(config),
         _of_instances(config),
         (config.prefill.synthetic_kv, "prefill.synthetic_kv is set: no page has content to keep"),
         (

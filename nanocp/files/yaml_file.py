@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import json
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import TypeAdapter
 
 from nanocp.files.inputs import readable
+
+File = TypeVar("File")
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,3 +40,27 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ValueError(f"{unread}{where}{error.problem}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{unread}{error}") from error
+
+
+def validated(kind: type[File], tree: Any) -> File:
+    """The tree as a value of this class. Raises pydantic.ValidationError."""
+    # Strict JSON: an array may become a tuple, but true is no integer and "2" is none either.
+    return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
+
+
+def sentence(detail: Mapping[str, Any], name: str, shown: str) -> str:
+    """One of pydantic's error details. name: that of the key; shown: the value in its place."""
+    if detail["type"] == "value_error":  # raised by a section, which names the key
+        return f"{name}: {detail['ctx']['error']}" if name else str(detail["ctx"]["error"])
+    if detail["type"] == "missing":
+        return f"{name} is missing"
+    wanted = detail["msg"].replace("Input should be", "it must be")
+    if detail["type"] == "dataclass_type":
+        wanted = "it must be a section of keys"
+    return f"{name or 'the file'} is {shown}; {wanted}"
+
+
+def given(value: object) -> str:
+    """A value as JSON, cut where it is long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,15 +1,16 @@
-"""A dense model's layer as a graph of operations, with tensor parallelism (NanoFlow, Figure 3)."""
+"""A dense model's layer as a graph of operations, with tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from nanocp.overlap.interference import COMPUTE, MEMORY, NETWORK, RESOURCES
 from nanocp.overlap.operations import Operation, without_empty
 from nanocp.overlap.roofline import DenseModel, Machine, Requests, demands
 
 NANO_BATCHING_COST = 0.132
-"""Nano-batches by themselves cost 13.2% (Figure 9, ablation), read as time of dense operations."""
+"""Share of dense operations' time (Figure 9, ablation)."""
 
 
 def dense_layer(
@@ -44,6 +45,18 @@ def dense_layer(
             network("all-reduce", 0.5, "D"),
         )
     )
+
+
+def collective_forms(layer: Sequence[Operation]) -> list[Sequence[Operation]]:
+    """The layer, and with an all-reduce for both all-gathers: O's weights are cut by rows."""
+    named = {operation.name: operation for operation in layer}
+    if "all-gather-1" not in named:
+        return [layer]
+    first, second = named.pop("all-gather-1"), named["all-gather-2"]
+    named["all-gather-2"] = replace(second, name="all-reduce-1", us=first.us + second.us)
+    named["O"] = replace(named["O"], needs=first.needs)
+    named["UG"] = replace(named["UG"], needs=("all-reduce-1",))
+    return [layer, tuple(named.values())]
 
 
 def roofline_layer(

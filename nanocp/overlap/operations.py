@@ -66,7 +66,7 @@ class NanoOperation(NamedTuple):
 def cut(
     operations: Sequence[Operation], cuts: Mapping[str, Sequence[float]], default: Sequence[float]
 ) -> tuple[NanoOperation, ...]:
-    """Cut each operation at its `cuts`, or at the default ones; the ends 0 and 1 are implied."""
+    """Cut each operation at its `cuts`, or at the default ones."""
     return tuple(
         NanoOperation(operation, begin, end)
         for operation in operations
@@ -79,7 +79,7 @@ def _ranges(cuts: Sequence[float]) -> Iterator[tuple[float, float]]:
 
 
 class Wait(NamedTuple):
-    """Nano-operation `later` starts after `earlier` has ended; both are indices."""
+    """`later` starts after `earlier` has ended; both are indices."""
 
     earlier: int
     later: int
@@ -88,7 +88,7 @@ class Wait(NamedTuple):
 
 
 def waits(nano: Sequence[NanoOperation]) -> list[Wait]:
-    """Dependencies of nano-operations: their operations depend, and their rows intersect."""
+    """Dependencies: operations depend, and rows intersect."""
     found = []
     for later, one in enumerate(nano):
         for earlier, other in enumerate(nano):

@@ -24,8 +24,7 @@ TABLE_1: tuple[tuple[Gpu, tuple[str, str, str]], ...] = (
     (Gpu("Intel", "Gaudi 3", 2024, 128, 3700, 1200, 1_800_000), ("0.035", "486", "0.32")),
     (Gpu("NVIDIA", "Ada 6000", 2022, 48, 960, 64, 182_000), ("0.050", "190", "0.067")),
 )
-"""Table 1, with its ratios MemSize / MemBW, Compute / MemBW and NetBW / MemBW as printed. The paper
-gives an H200 96 GB; the card has 141."""
+"""Table 1, with its ratios as printed. The card of an H200 has 141 GB."""
 
 MACHINE = Machine(TABLE_1[2][0], 8)
 LLAMA_2_70B = MODELS[0]
@@ -57,6 +56,14 @@ TABLE_2 = (
 )
 MEASURED_US = {line.name: 1e3 * line.measured_ms / LLAMA_2_70B.num_layers for line in TABLE_2}
 
+WORKLOADS = {
+    "512 to 1,024": REQUESTS,
+    "Splitwise": Requests(1155, 211),
+    "LMSYS-Chat": Requests(102, 222),
+    "ShareGPT": Requests(246, 322),
+}
+"""Means of Table 4."""
+
 PEAK_GFLOP_PER_S = 280_000
 """CUTLASS on an A100 (3.5)."""
 OPTIMAL_TOKENS_PER_S = 1857
@@ -65,13 +72,12 @@ OPTIMAL_TOKENS_PER_S = 1857
 TABLE_3 = Interference(
     memory=((0, 0), (0.1, 0.2), (0.2, 0.3), (0.4, 0.8), (0.8, 0.85), (0.9, 0.95), (1, 1)),
     network=((0, 0), (0.1, 0.3), (0.2, 0.5), (0.8, 0.9), (0.9, 1), (1, 1)),
+    source="as the paper measured on an A100 (Table 3)",
 )
-"""Table 3, with decode attention's 0.8 at 0.4 (4.1.4); between them lines are straight."""
+"""Table 3, with decode attention's 0.8 at 0.4 (4.1.4)."""
 
-NANO_BATCHING_COST_OF_THROUGHPUT = 0.24
-"""Those 13.2% read as throughput: dense operations take 1.24 times as long."""
 ABLATION = {"network": 1.07, "network and memory": 1.17}
-"""Gain over sequential operations with network overlap, and with memory overlap too."""
+"""Gain over sequential operations by what overlaps."""
 
 
 def layer(nano_batching_cost: float = NANO_BATCHING_COST) -> tuple[Operation, ...]:

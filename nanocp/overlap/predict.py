@@ -22,7 +22,7 @@ class _After(NamedTuple):
 
 
 class Order:
-    """The order in which a schedule starts nano-operations, layer after layer."""
+    """The order in which a schedule starts nano-operations."""
 
     def __init__(self, schedule: Schedule, interference: Interference) -> None:
         self.slots = schedule.slots
@@ -46,7 +46,7 @@ class Order:
         ]
 
     def layers_us(self, alone_us: Sequence[float], num_layers: int) -> float:
-        """Microseconds of so many layers, from the first start to the last end.
+        """Microseconds of so many layers.
 
         alone_us: of each slot's nano-operation, alone on the GPU.
         """

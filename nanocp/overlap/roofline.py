@@ -1,4 +1,4 @@
-"""NanoFlow's cost model (section 3): optimal throughput (equation 5) and demands (Table 2)."""
+"""NanoFlow's cost model (section 3): equations 1 to 5 and demands (Table 2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class DenseModel:
-    """A Llama-shaped model: sizes of its layers, 16 bits for each weight."""
+    """A Llama-shaped model, 16 bits for each weight."""
 
     name: str
     hidden_size: int
@@ -36,7 +36,7 @@ class DenseModel:
 
     @property
     def kv_width(self) -> int:
-        """Elements of a token's keys in one layer, and of its values."""
+        """Elements of a token's keys in a layer."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -49,7 +49,7 @@ class Requests:
 
     @property
     def decode_share(self) -> float:
-        """Share of the tokens of a steady batch that are decoded: d / (p + d)."""
+        """Decoded share of a steady batch: d / (p + d)."""
         return self.output / (self.prompt + self.output)
 
 
@@ -63,7 +63,7 @@ _BYTES = 2
 
 
 class Demand(NamedTuple):
-    """Demand of one operation of an iteration, over all layers and GPUs."""
+    """Demand of one operation, over all layers and GPUs."""
 
     name: str
     gflop: float
@@ -78,16 +78,21 @@ class Times(NamedTuple):
     memory_ms: float
     network_ms: float
 
+    @property
+    def memory_of_compute(self) -> float:
+        """Equation 4: T_R."""
+        return self.memory_ms / self.compute_ms
+
 
 @dataclass(frozen=True)
 class Machine:
-    """Several GPUs that serve one model with tensor parallelism."""
+    """GPUs that serve one model with tensor parallelism."""
 
     gpu: Gpu
     num_gpus: int
 
     def kv_room_gb(self, model: DenseModel) -> float:
-        """Memory that the weights leave for KV, over all GPUs; below 0 they do not fit."""
+        """Memory that weights leave for KV; below 0 they do not fit."""
         return self.num_gpus * self.gpu.mem_gb - 1e-9 * _BYTES * model.num_parameters
 
     def optimal_tokens_per_s(self, model: DenseModel, gflop_per_s: float | None = None) -> float:
@@ -97,8 +102,18 @@ class Machine:
         """
         return (gflop_per_s or self.gpu.fp16_gflop_per_s) * 1e9 / (2 * model.num_parameters)
 
+    def iteration(self, model: DenseModel, batch: float) -> Times:
+        """Equations 2, 1 and 3: an iteration that reads all memory once."""
+        gpu, num = self.gpu, self.num_gpus
+        moved_gb = 4e-9 * num * batch * model.hidden_size * _BYTES * model.num_layers
+        return Times(
+            2e-6 * batch * model.num_parameters / (num * gpu.fp16_gflop_per_s),
+            1e3 * gpu.mem_gb / gpu.mem_gb_per_s,
+            1e3 * moved_gb / (num * gpu.net_gb_per_s / 2) if num > 1 else 0.0,
+        )
+
     def times(self, demand: Demand) -> Times:
-        """Milliseconds of an operation; the network's one direction counts, as in Table 2."""
+        """Milliseconds of an operation; one direction of the network counts."""
         gpu, num = self.gpu, self.num_gpus
         return Times(
             1e3 * demand.gflop / (num * gpu.fp16_gflop_per_s),
@@ -107,7 +122,7 @@ class Machine:
         )
 
     def total_ms(self, demands: Iterable[Demand]) -> Times:
-        """Milliseconds that each resource needs for all of the operations."""
+        """Milliseconds of all operations."""
         return Times(*map(sum, zip(*map(self.times, demands), strict=True)))
 
 
@@ -118,11 +133,7 @@ def kv_gb(model: DenseModel, requests: Requests, batch: int) -> float:
 
 
 def demands(model: DenseModel, requests: Requests, batch: int, num_gpus: int) -> list[Demand]:
-    """Demand of each operation in a steady iteration of `batch` tokens (Table 2).
-
-    A decoded token attends to the prompt and half of the output, a prompt's token to the whole
-    prompt.
-    """
+    """Demand of each operation in a steady iteration of `batch` tokens (Table 2)."""
     layers, hidden = model.num_layers, model.hidden_size
     num_decoded = batch * requests.decode_share
     num_prompt = batch - num_decoded

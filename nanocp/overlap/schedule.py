@@ -76,7 +76,7 @@ def violations(schedule: Schedule, interference: Interference) -> Iterator[str]:
 
 
 def duration_us(slot: Slot, interference: Interference) -> float:
-    """Microseconds that the nano-operation takes with its part of the GPU."""
+    """Microseconds with its part of the GPU."""
     return slot.nano.us / interference.speed(slot.nano.operation.resource, slot.share)
 
 
@@ -127,22 +127,29 @@ def read(path: Path, operations: Sequence[Operation], interference: Interference
     expected = digest(operations, interference)
     if content.get("made_for") != expected:
         raise ValueError(
-            f"{path}: made for {content.get('made_for')}, but these operations and their "
+            f"{path}: made_for is {content.get('made_for')}, but these operations and their "
             f"interference are {expected}; search again"
         )
     by_name = {operation.name: operation for operation in operations}
+    slots = []
     try:
-        slots = tuple(
-            Slot(
-                NanoOperation(by_name[entry["operation"]], *map(float, entry["rows"])),
-                float(entry["start_us"]),
-                float(entry["share_of_gpu"]),
-            )
-            for entry in content["nano_operations"]
-        )
-        schedule = Schedule(float(content["period_us"]), slots)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error!r} is wrong in it or missing") from None
+        for number, entry in enumerate(content["nano_operations"]):
+            if (name := entry["operation"]) not in by_name:
+                raise ValueError(
+                    f"nano_operations.{number}.operation is {name!r}; a step has "
+                    f"{', '.join(by_name)}"
+                )
+            nano = NanoOperation(by_name[name], *map(float, entry["rows"]))
+            slots.append(Slot(nano, float(entry["start_us"]), float(entry["share_of_gpu"])))
+        schedule = Schedule(float(content["period_us"]), tuple(slots))
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    for name in by_name:
+        rows = sorted(slot.nano[1:] for slot in slots if slot.nano.operation.name == name)
+        if [0.0, *(end for _, end in rows)] != [*(begin for begin, _ in rows), 1.0]:
+            raise ValueError(f"{path}: rows of {name} are {rows}; they must be the batch, once")
     if broken := next(violations(schedule, interference), None):
         raise ValueError(f"{path}: {broken}")
     return schedule

@@ -113,7 +113,7 @@ class FrontEndProcesses:
     def open(
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
-        """Accept requests: the cluster is ready. load: decided for each instance."""
+        """Accept requests. load: decided for each instance."""
         accepts = self._port.open(controller, load)
         if wait(accepts, _DIAL_S).not_done:
             logger.warning("not all front ends accept requests after %.0f s", _DIAL_S)

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from control_plane.launchers.launcher import Exited, Launcher, SpareEnded
-from control_plane.launchers.processes import ProcessLauncher
 from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
@@ -26,8 +25,6 @@ _ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class _Process:
-    """The latest process of a member."""
-
     number: int
     """Counts all processes of the host."""
     spec: Any
@@ -65,21 +62,12 @@ class LauncherHost:
         match method:
             case "start_one":
                 return self._start_one(*arguments)
-            case "kill":
-                return self._launcher.kill(*arguments)
-            case "pid":
-                assert isinstance(self._launcher, ProcessLauncher)
-                return self._launcher.pid(*arguments)
             case "start_spare":
                 name, spec = arguments
                 return self._launcher.start_spare(name, spec, self._spare_ended)
             case "spares":
                 return tuple(self._launcher.spares)
-            case "end_spares":
-                return self._launcher.end_spares()
-            case "stop":
-                return self._launcher.stop(*arguments)
-        raise AssertionError(f"a launcher has no {method}")
+        return getattr(self._launcher, method)(*arguments)
 
     def stop(self, timeout_s: float) -> None:
         """End every process."""
@@ -153,7 +141,6 @@ class PipedLauncher(Launcher):
         self._pipe.ask(self._name, "kill", member)
 
     def pid(self, member: Member) -> int:
-        """The member's latest process."""
         pid: int = self._pipe.ask(self._name, "pid", member)
         return pid
 

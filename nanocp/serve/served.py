@@ -14,9 +14,11 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.safetensors_reader import SafetensorsReader, has_fp8
 from data_plane.model.sizes import carry_pages, page_bytes, stored_shapes
 from nanocp.config.choices import require
-from nanocp.config.cost import CPU_COSTS, CostConfig
+from nanocp.config.cost import CPU_COSTS, GPU_DEGREES, CostConfig
+from nanocp.config.file import measured_on
 from nanocp.config.passes import PassCosts
 from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.files.tokenizer import special_tokens
 from nanocp.values.plan import PAGE_SIZE
@@ -64,6 +66,13 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
             f"the model has {model.num_experts} experts; there may be as many instances, and not "
             f"{num_instances}"
         )
+    profile = config.scheduler.profile
+    profiled = measured_on(profile).get("model", model.in_words)
+    require(
+        profiled == model.in_words,
+        f"{profile}: it was measured with a model of {profiled}, and this one has "
+        f"{model.in_words}; profile again, or leave scheduler.profile out",
+    )
     config.with_carry(carry_pages(model, config.data_plane))
     if config.data_plane.device == "cuda":
         model.check_no_limits()
@@ -146,17 +155,31 @@ def settled(config: Config, served: Served, controller_number: int) -> Config:
     return config
 
 
+_DEFAULTS = SchedulerConfig()
+_COSTS = {CostConfig(): "costs of 32 H200s", CPU_COSTS: "costs of a CPU"}
+_DEGREES = {
+    (GPU_DEGREES["cp_degree_buckets"], GPU_DEGREES["cp_degree_max"]): "CP degrees of 32 H200s",
+    (_DEFAULTS.cp_degree_buckets, _DEFAULTS.cp_degree_max): "CP degrees that nobody measured",
+}
+
+
 def policy_in_words(config: Config) -> str:
-    """The policy by name, and the source of its costs if not this machine."""
-    estimates: dict[object, str] = {CostConfig(): "of 32 H200s", CPU_COSTS: "of a CPU"}
-    policy = config.scheduler.policy
-    costs: object = None
+    """The policy by name, and what it goes by that was not measured on this machine."""
+    policy, scheduler, source = config.scheduler.policy, config.scheduler, None
     if config.cluster.layout == "pipeline":
-        policy, estimates = config.pipeline.layer_policy, {PassCosts(): "that nobody measured"}
-        if policy in ("delta", "level"):
-            costs = config.pipeline.costs
-    elif policy == "cost_aware" and config.cluster.num_instances > 1:
-        costs = config.scheduler.costs
-    if costs not in estimates:
-        return policy
-    return f"{policy} by costs {estimates[costs]} (nanocp profile measures yours)"
+        policy = config.pipeline.layer_policy
+        if policy in ("delta", "level") and config.pipeline.costs == PassCosts():
+            source = "costs that nobody measured"
+    elif config.cluster.num_instances > 1 and policy == "cost_aware":
+        source = _COSTS.get(scheduler.costs)
+    elif config.cluster.num_instances > 1 and policy == "dual_balanced":
+        source = _DEGREES.get((scheduler.cp_degree_buckets, scheduler.cp_degree_max))
+    words = policy
+    if source is not None:
+        words += f" by {source} (nanocp profile measures yours)"
+    drafts = scheduler.num_drafts > 0 and scheduler.drafting == "always"
+    unmeasured = ["drafts"] * (drafts and not scheduler.draft_table)
+    unmeasured += ["two lanes"] * (scheduler.lanes == "always" and not scheduler.lane_table)
+    if unmeasured:
+        words += f"; always {' and '.join(unmeasured)}, and nobody measured whether they pay"
+    return words

@@ -145,7 +145,7 @@ class Service:
         self._spares = Spares(
             launcher, config.cluster.spares, self._spare_spec, lambda: self.is_whole
         )
-        self.metrics.recovery.count_spares_with(lambda: self._spares.num_ready)
+        self.metrics.recovery.num_spares = lambda: self._spares.num_ready
         self._controller.members.takes_over = controller_number > 1
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
@@ -221,11 +221,7 @@ class Service:
         return self._front_ends.num_open
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
-        """Refuse new requests and let open ones end; True if all have ended.
-
-        Waits at most limits.drain_timeout_ms. `report` gets the number of open requests and the
-        seconds left.
-        """
+        """Refuse new requests and let open ones end, as FrontEnd.drain; True if all have ended."""
         return self._controller.is_planning and self._front_ends.drain(report)
 
     @property

@@ -77,7 +77,6 @@ class Latency(NamedTuple):
     """(last token - arrival) / tokens: the paper's normalized latency."""
 
     def meets(self, slo: Slo) -> bool:
-        """Whether both times are within the SLO."""
         return self.ttft_us <= slo.ttft_us and (self.tpot_us or 0) <= slo.tpot_us
 
 
@@ -265,7 +264,7 @@ class Recorder:
         if request.is_running:
             self._num_not_judged += 1
             return
-        latency = _latency(request, first_us, at_us)
+        latency = latency_of(request, first_us, at_us)
         self._latencies.append(latency)
         self._num_missed += not latency.meets(self.run.slo)
 
@@ -324,7 +323,7 @@ class Recorder:
         for request_id, request in self._arrivals.items():
             # The first token may be of a window that has been sent and has not ended.
             first_us = min(self._first_token_us.get(request_id, now_us), now_us)
-            latency = _latency(request, first_us, now_us)
+            latency = latency_of(request, first_us, now_us)
             if first_us == now_us:
                 latency = latency._replace(tpot_us=None)
             if not request.is_running and not latency.meets(self.run.slo):
@@ -402,7 +401,7 @@ class Recorder:
         )
 
 
-def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
+def latency_of(request: WorkloadRequest, first_us: float, last_us: float) -> Latency:
     """Latency of a request with its last token at last_us or later."""
     num_later = request.output_len - 1
     return Latency(

@@ -56,7 +56,6 @@ class Trial(Mechanisms):
 
     @property
     def run(self) -> Run:
-        """Length and SLO of the run."""
         measure_us = self.measure_us
         if measure_us is None:
             is_static = self.workload.name in STATIC
@@ -90,7 +89,6 @@ class Trial(Mechanisms):
         return replace(self.file, costs={**self.file.costs, name: costs})
 
     def at_rate(self, rate_per_s: float) -> Trial:
-        """The trial at another rate."""
         return replace(self, workload=replace(self.workload, rate_per_s=rate_per_s))
 
     def busiest(self, least: int) -> Trial:
@@ -143,7 +141,6 @@ class Trial(Mechanisms):
         )
 
     def play(self, recorder: Recorder | None = None) -> Outcome:
-        """Simulate it once."""
         return self.simulation(recorder).run(self.requests())
 
     def filled(self) -> Trial:

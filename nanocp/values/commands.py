@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Peer
 from nanocp.values.offload import Fetch, Stow
 from nanocp.values.passes import LayerMoves, PassPlan
@@ -21,10 +22,8 @@ class Join:
     """The last ticket of earlier terms; all up to it are void."""
     seats: tuple[int, ...] = ()
     """Instances of the term, ascending."""
-    expert_seats: tuple[int, ...] = ()
-    """Each expert's instance, in every layer. Empty: no experts."""
-    expert_slots: tuple[int, ...] = ()
-    """For each expert its slot there."""
+    experts: ExpertTable | None = None
+    """None: no experts, or where they were."""
     keeps_rows: bool = False
     """Rows and tables stay: the last term ended between windows."""
 

@@ -1,27 +1,42 @@
-"""The expert table: each expert's seat and slot, the same in every layer.
+"""The expert table: which expert each slot holds, for each layer.
 
-Redundant slots take the experts of seats that do not serve.
+A slot's number is seat * slots of a seat + slot. Redundant slots hold replicas, and the experts of
+seats that do not serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+MAX_REPLICAS = 63
+"""Slots of one expert that rows of a layer visit evenly."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """The place of each expert."""
+    """The experts of all slots."""
 
-    seats: tuple[int, ...]
-    """The seat of each expert."""
-    slots: tuple[int, ...]
-    """Each expert's slot at its seat."""
+    num_slots: int
+    """Slots of each seat in a layer."""
+    layers: tuple[bytes, ...]
+    """For each MoE layer the expert in each number, int16; -1: none. One: all layers have it."""
 
-    def at(self, seat: int) -> dict[int, int]:
+    @classmethod
+    def of(cls, num_slots: int, *layers: Sequence[int]) -> ExpertTable:
+        """The table of these experts, for each layer in each number."""
+        return cls(num_slots, tuple(array("h", layer).tobytes() for layer in layers))
+
+    def experts(self, layer: int = 0) -> Sequence[int]:
+        """The expert in each number of a layer."""
+        return array("h", self.layers[layer if len(self.layers) > 1 else 0])
+
+    def at(self, seat: int, layer: int = 0) -> dict[int, int]:
         """slot -> expert of a seat."""
-        pairs = enumerate(zip(self.seats, self.slots, strict=True))
-        return {slot: expert for expert, (where, slot) in pairs if where == seat}
+        held = self.experts(layer)[seat * self.num_slots : (seat + 1) * self.num_slots]
+        return {slot: expert for slot, expert in enumerate(held) if expert >= 0}
 
 
 def home_experts(num_experts: int, seat: int, num_seats: int) -> range:
@@ -40,22 +55,23 @@ def fewest_seats(num_experts: int, num_seats: int, redundant: int) -> int:
     return max(1, -(-num_experts // max(1, num_slots(num_experts, num_seats, redundant))))
 
 
-def home_table(num_experts: int, num_seats: int) -> ExpertTable:
+def home_table(num_experts: int, num_seats: int, redundant: int = 0) -> ExpertTable:
     """The table while all seats serve: shares in slots 0, 1, ..."""
-    return place_experts(num_experts, num_seats, 0, range(num_seats))
+    return place_experts(num_experts, num_seats, redundant, range(num_seats))
 
 
 def place_experts(
     num_experts: int,
     num_seats: int,
     redundant: int,
-    serving: Sequence[int],
+    serving: Collection[int],
     before: ExpertTable | None = None,
 ) -> ExpertTable:
-    """Place every expert on seats that serve.
+    """Place every expert on seats that serve, in each layer of the table `before`.
 
-    It keeps its own slot, else its place `before`, if that seat serves; otherwise it goes to the
-    seat with most free slots. Raises ValueError, with a sufficient number, if slots are too few.
+    What such a seat holds stays; one that holds nothing gets its home experts, which move there if
+    they are in one other place. An expert that is nowhere takes a slot of the seat with most free
+    ones, else that of a replica. Raises ValueError if slots are too few.
     """
     total = num_slots(num_experts, num_seats, redundant)
     needed = fewest_seats(num_experts, num_seats, redundant)
@@ -65,22 +81,38 @@ def place_experts(
             f"in each layer; at least {needed} instances must serve, or more slots be redundant "
             "(cluster.redundant_experts)"
         )
-    seats, slots = [-1] * num_experts, [-1] * num_experts
-    free: dict[int, list[int]] = {}
-    for seat in serving:
-        own = home_experts(num_experts, seat, num_seats)
-        free[seat] = list(range(len(own), total))
-        for slot, expert in enumerate(own):
-            seats[expert], slots[expert] = seat, slot
-    homeless = [expert for expert, seat in enumerate(seats) if seat < 0]
-    if before is not None:
-        for expert in homeless:
-            seat, slot = before.seats[expert], before.slots[expert]
-            if slot in free.get(seat, ()):
-                free[seat].remove(slot)
-                seats[expert], slots[expert] = seat, slot
-    for expert in homeless:
-        if seats[expert] < 0:
-            seat = max(free, key=lambda each: (len(free[each]), -each))
-            seats[expert], slots[expert] = seat, free[seat].pop(0)
-    return ExpertTable(tuple(seats), tuple(slots))
+    layers = range(len(before.layers)) if before else ()
+    old = [before.experts(layer) for layer in layers] if before else [[-1] * total * num_seats]
+    homes = {seat: home_experts(num_experts, seat, num_seats) for seat in serving}
+    return ExpertTable.of(total, *(_placed(each, total, num_experts, homes) for each in old))
+
+
+def _placed(
+    before: Sequence[int], total: int, num_experts: int, homes: dict[int, range]
+) -> list[int]:
+    """Place the experts of one layer. homes: of the seats that serve."""
+    held = [expert if at // total in homes else -1 for at, expert in enumerate(before)]
+    replicas = Counter(held)
+    for seat, home in homes.items():
+        first = seat * total
+        if any(expert >= 0 for expert in held[first : first + total]):
+            continue
+        for number, expert in enumerate(home, first):
+            if replicas[expert] == 1:
+                held[held.index(expert)] = -1
+            else:
+                replicas[expert] += 1
+            held[number] = expert
+    for expert in (each for each in range(num_experts) if not replicas[each]):
+        free = {seat: held[seat * total : (seat + 1) * total].count(-1) for seat in homes}
+        seat = max(homes, key=lambda each: (free[each], -each))
+        number = seat * total
+        if free[seat]:
+            number = held.index(-1, number)
+        else:
+            most = max(range(num_experts), key=lambda each: (replicas[each], -each))
+            replicas[most] -= 1
+            number = held.index(most)
+        held[number] = expert
+        replicas[expert] = 1
+    return held

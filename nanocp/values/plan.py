@@ -249,8 +249,8 @@ class InstancePlan(NamedTuple):
     hand_offs_in: tuple[HandOff, ...] = ()
     ends: tuple[int, ...] = ()
     """Requests whose row state this MoE binding drops first."""
-    two_lanes: bool = False
-    """Steps run in two lanes; equal in a window's plans."""
+    two_lanes: int = 0
+    """Number of the order of two lanes, or 0; equal in a window's plans."""
     num_drafts: int = 0
     """Most drafts of a row in a step; equal in a window's plans."""
 

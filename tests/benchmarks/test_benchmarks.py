@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.cpu import decode_cpu, long_context_cpu, peers
+from benchmarks.cpu import decode_cpu, exchange_hop, long_context_cpu, peers
 from benchmarks.cpu.decode_cpu import MeasuredPoint
 from benchmarks.kit import service
 from benchmarks.service import apis, live_moves, soak
@@ -313,3 +313,8 @@ def test_vllm_environment_that_cannot_be_made_is_an_error(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match="no-such-python"):
         peers.vllm_python(tmp_path / "env")
     assert not (tmp_path / "env" / ".installed").exists()
+
+
+def test_a_hop_whose_processes_fail_ends():
+    with pytest.raises(EOFError):
+        exchange_hop._turn("shm", num_bytes=0, num_hops=1)

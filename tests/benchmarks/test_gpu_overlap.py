@@ -1,9 +1,13 @@
 """gpu_overlap without a GPU: what it claims, and that it says so where it cannot measure."""
 
+import json
+
 import pytest
 
 from benchmarks.gpu import gpu_overlap as bench
 from benchmarks.kit import bench as kit
+from harness.paths import ROOT
+from nanocp.simulator.costs.cluster_file import cluster_path, load_cluster_file
 
 LANES = {"kind": "lanes", "rows": 64, "waits_of_compute": 1.0, "ratio": 0.8, "hidden": 0.6}
 ENGINE = {"kind": "engine", "rows": 64, "equal": True, "ratio": 0.9}
@@ -28,6 +32,15 @@ def test_the_spread_over_shapes_is_said_beside_the_papers():
     pair = {"kind": "interference", "mechanism": "two streams", "of": "memory"}
     (line,) = bench.spread([pair | {"r": 0.8, "p": 0.4}, pair | {"r": 0.7, "p": 0.3}])
     assert "R + P is 1.10, its deviation between shapes 9.1% (paper: 5%)" in line
+
+
+def test_measured_interference_is_a_section_of_a_cluster_file_that_the_search_takes(tmp_path):
+    results = json.loads((ROOT / "benchmarks/results/gpu_overlap.json").read_text())
+    pair = {"kind": "interference", "mechanism": "two streams", "of": "memory", "r": 0.4, "p": 0.7}
+    path, shipped = tmp_path / "cluster.yaml", cluster_path("h200x32-deepseek-v3").read_text()
+    path.write_text(bench.table([*results, pair]) + shipped)
+    found = load_cluster_file(str(path)).interference
+    assert found.memory == ((0, 0), (0.507, 0.787), (1, 1)) and "here by memory" in found.source
 
 
 def test_without_a_gpu_nothing_is_measured_and_that_is_no_success():

@@ -75,6 +75,17 @@ def test_a_quick_run_judges_nothing_and_says_so(capsys):
     assert "cannot be judged here (a quick run): it is so" in capsys.readouterr().out
 
 
+def test_a_run_that_its_limit_cut_off_is_no_success(monkeypatch):
+    monkeypatch.setattr(kit, "_gpu", lambda *_: "none")
+
+    @bench(on_gpu_s=60)
+    def main(run: BenchRun) -> None:
+        run.attempt("all else", list)
+        run.judge([Claim("it is so", True)])
+
+    assert (ended(main), ended(main, "--limit-s", "-1")) == (0, kit.CANNOT_JUDGE)
+
+
 def test_a_claim_is_its_number_beside_its_bound():
     assert str(at_most("it takes {} s", 1.0625, 1.1)) == "holds: it takes 1.062 s, at most 1.1"
     assert str(at_least("pages", 3, 4)) == "missed: pages: 3, at least 4"

@@ -11,6 +11,7 @@ from benchmarks.overlap import overlap_engine, overlap_lanes, overlap_link
 def lane_point(**change):
     ways = Ways(100.0, 80.0), Ways(101.0, 80.0)
     found = {"rows": 8, "waits_of_compute": 1.0, "hidden": 0.7, "halves_on_time": 1.1}
+    found |= {"order": "nanoflow", "of_plain_halves": 0.97}
     return found | point_of(*ways, other_is_chosen=True) | change
 
 
@@ -21,6 +22,7 @@ def broken(claims):
 @pytest.mark.parametrize(("change", "sentence"), [
     ({}, None),
     ({"ratio": 0.86}, "two lanes take 0.86 of one, at most 0.85"),
+    ({"of_plain_halves": 0.98}, "nanoflow takes 0.98 of plain halves, at most 0.97"),
     ({"hidden": 0.4}, "0.4 of it is hidden, at least 0.5"),
     ({"regret": 1.06}, "within 5% of the better way at 0 of 1 points"),
     ({"ratio": 1.2, "chosen_of_plain": 1.03, "waits_of_compute": 0}, "the choice takes 1.03"),

@@ -14,11 +14,7 @@ from nanocp.simulator.outcome import Slo
 from nanocp.simulator.trial import Trial
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
-RATES = dict.fromkeys(POLICIES, 10.0) | {
-    "dual_balanced": 13.0,
-    "cost_aware": 17.25,
-    "fluid": 20.7,
-}
+RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 13.0, "cost_aware": 17.25, "fluid": 20.7}
 
 
 def num_missed(results):

@@ -5,14 +5,13 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from control_plane.coordinator.members import replacements
 from control_plane.observe.metrics.families import PHASES
-from control_plane.shell.event_log import LogReader
+from harness.exact.settings import configured
 from harness.services.hash_members import MortalMember
 from harness.services.hash_service import (
     CONFIG,
@@ -30,21 +29,20 @@ from harness.services.service_recovery import (
     WAIT_S,
     generating,
     pid_of,
+    played_again,
+    sample,
     terms_of,
     until,
     until_serving,
 )
 from nanocp.client import ServiceError
-from nanocp.simulator.replay import replay
 from nanocp.values.members import PREFILL, Member
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("tcp", marks=pytest.mark.system)])
 def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
-    config = with_policy("chaos", steps_per_window=2)
-    service = replace(config.service, event_log=str(tmp_path / "log"))
-    data_plane = replace(config.data_plane, exchange_backend=backend)
-    config = replace(config, service=service, data_plane=data_plane)
+    config, log = with_policy("chaos", steps_per_window=2), tmp_path / "log"
+    config = configured(config, event_log=str(log), exchange_backend=backend)
     with hash_service(config, SLOW) as service, generating(service, 200):
         pids = [pid_of(service, Member("instance", number)) for number in range(4)]
         for term in range(2, 7):
@@ -52,8 +50,7 @@ def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
             until_serving(service, term)
             time.sleep(0.2)
         assert pids == [pid_of(service, Member("instance", number)) for number in range(4)]
-    with (tmp_path / "log").open("rb") as lines:
-        played = replay(LogReader(lines, "log"))
+    played = played_again(log)
     assert (played.difference, played.num_requests) == (None, len(LENGTHS))
 
 
@@ -69,12 +66,10 @@ def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
             os.kill(lost, number)
             until_serving(service, 2)
             assert pid_of(service, Member("instance", 1)) != lost
-        sample = service.metrics.registry.get_sample_value
-        assert sample("nanocp:stream_pause_seconds_count", {"cause": "term"})
-        assert sample("nanocp:replayed_tokens_total")
-        phases = ({"phase": phase} for phase in PHASES)
-        seconds = sum(sample("nanocp:recovery_phase_seconds_sum", phase) for phase in phases)
-        assert seconds == pytest.approx(sample("nanocp:recovery_seconds_sum")) and seconds > 0
+        assert sample(service, "stream_pause_seconds_count", cause="term")
+        assert sample(service, "replayed_tokens_total")
+        seconds = sum(sample(service, "recovery_phase_seconds_sum", phase=each) for each in PHASES)
+        assert seconds == pytest.approx(sample(service, "recovery_seconds_sum")) and seconds > 0
         assert not service.failure.done()
         began = time.monotonic()
     assert time.monotonic() - began < 60, "no limit of a process that is gone is waited for"
@@ -83,16 +78,14 @@ def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
 
 def test_an_instance_is_lost_while_another_is_replaced():
     """Rows draft meanwhile: drafts are lost with a row, and tokens are those without."""
-    config = replace(DEFAULT, scheduler=replace(DEFAULT.scheduler, num_drafts=2))
-    with hash_service(config, SLOW) as service:
+    with hash_service(configured(DEFAULT, num_drafts=2), SLOW) as service:
         with generating(service, 200):
             os.kill(pid_of(service, Member("instance", 3)), signal.SIGKILL)
             until(lambda: not terms_of(service).is_serving)
             os.kill(pid_of(service, Member("instance", 0)), signal.SIGKILL)
             until_serving(service, 2)
-        drafts = "nanocp:spec_decode_num_drafts_total"
-        sample = service.metrics.registry.get_sample_value
-        assert sum(sample(drafts, {"engine": engine}) for engine in "0123") > 200
+        drafts = "spec_decode_num_drafts_total"
+        assert sum(sample(service, drafts, engine=engine) for engine in "0123") > 200
 
 
 @pytest.mark.system
@@ -131,8 +124,7 @@ def test_a_service_that_is_asked_to_stop_while_it_recovers_stops():
 
 
 def test_a_spare_takes_the_seat_of_a_lost_instance_and_another_stands_by():
-    config = replace(DEFAULT, cluster=replace(DEFAULT.cluster, spares=1))
-    with hash_service(config, SLOW) as service:
+    with hash_service(configured(DEFAULT, spares=1), SLOW) as service:
         until(lambda: service.num_ready_spares)
         (spare,) = service.launcher._spares
         with generating(service, 200):
@@ -141,9 +133,8 @@ def test_a_spare_takes_the_seat_of_a_lost_instance_and_another_stands_by():
             assert pid_of(service, Member("instance", 1)) == spare.process.pid
         assert Path(f"/proc/{spare.process.pid}/comm").read_text() == "instance 1\n"
         until(lambda: service.num_ready_spares)
-        sample = service.metrics.registry.get_sample_value
-        until(lambda: sample("nanocp:seats", {"state": "serving"}) == 4)
-        assert sample("nanocp:seats", {"state": "spare"}) == 1
+        until(lambda: sample(service, "seats", state="serving") == 4)
+        assert sample(service, "seats", state="spare") == 1
         (another,) = service.launcher._spares
     assert another.process.poll() is not None and shared_memory_of(service) == []
 
@@ -153,8 +144,7 @@ def test_a_request_that_ends_instances_is_ended_and_the_others_go_on():
     poison = MortalMember.POISON
     with hash_service(DEFAULT, "harness.services.hash_members:build_mortal") as service:
         with generating(service, 400):
-            sample = service.metrics.registry.get_sample_value
-            until(lambda: sample("nanocp:num_requests_running") == len(LENGTHS))
+            until(lambda: sample(service, "num_requests_running") == len(LENGTHS))
             time.sleep(0.1)  # Each has run whole windows before the poison's first.
             with pytest.raises(ServiceError, match="it may be what ends them") as ended:
                 generate(service.address, prompt(100, 1), 20, seed=poison, timeout_s=WAIT_S)

@@ -2,13 +2,14 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import grpc
 import pytest
 
+from harness.exact.settings import configured
 from harness.services.hash_members import MODEL
 from harness.services.hash_service import DEFAULT, expected, hash_service, prompt
+from harness.services.kit import ids_of
 from harness.services.service_recovery import SLOW, num_free_frames, until
 from nanocp.client import Client
 from nanocp.values.members import Member
@@ -16,7 +17,7 @@ from nanocp.values.sampling import SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
-TWO = replace(DEFAULT, service=replace(DEFAULT.service, front_ends=2))
+TWO = configured(DEFAULT, front_ends=2)
 
 
 @pytest.mark.parametrize("length", [64, 300])
@@ -29,7 +30,7 @@ def test_a_stream_goes_on_at_another_front_end_as_if_nothing_had_happened(length
         received = [next(chunks)]
         # What its front end sees when a client's connection is cut.
         chunks._call.cancel()
-        token_ids = [i for chunk in received for i in chunk.token_ids]
+        token_ids = ids_of(received)
         resume = {"choices": [{"output_ids": token_ids}], "attempt": 1}
         rest = resumed(service.addresses[1], prompt_ids, resume, max_tokens=150, **sampling)
         assert len(rest.logprobs) == len(rest.token_ids)
@@ -60,7 +61,7 @@ def test_a_client_resumes_by_itself_when_its_front_end_ends(service):
         chunks = client.generate(prompt_ids, max_tokens=200, seed=1, timeout_s=200)
         token_ids = list(next(chunks).token_ids)
         os.kill(service._front_ends._launcher.pid(Member("front end", 0)), signal.SIGKILL)
-        token_ids += [i for chunk in chunks for i in chunk.token_ids]
+        token_ids += ids_of(chunks)
     assert token_ids == expected(prompt_ids, 200)
     until(lambda: num_free_frames(service) == 4 * DEFAULT.cluster.num_frames)
     until(lambda: len(service._front_ends._port._attached) == 2)

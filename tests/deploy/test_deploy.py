@@ -16,7 +16,16 @@ import yaml
 from typer.testing import CliRunner
 
 from harness.paths import ROOT
-from harness.programs.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
+from harness.programs.manifests import (
+    AWS,
+    DEPLOY,
+    GPU_SERVICE,
+    GPUS,
+    ON_PREMISES,
+    pods_of,
+    serve_words,
+)
+from harness.programs.manifests import SERVICE as SERVICE_FILE
 from harness.vllm import published_vllm
 from nanocp.cli.main import app
 from nanocp.config.file import load_config
@@ -27,9 +36,9 @@ DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 SERVICE = Config().service
 
 
-@pytest.fixture
-def config():
-    return yaml.safe_load(ON_PREMISES.read_text())
+@pytest.fixture(params=[ON_PREMISES, GPUS], ids=lambda path: path.name)
+def config(request):
+    return yaml.safe_load(request.param.read_text())
 
 
 def bootstrapped(config):
@@ -79,8 +88,8 @@ def test_ray_s_schema_accepts_the_cloud_s_file():
         validate_config({**prepared, "colour": "red"})
 
 
-def test_both_start_ray_alike_but_for_the_autoscaler(config):
-    aws = yaml.safe_load(AWS.read_text())
+def test_both_start_ray_alike_but_for_the_autoscaler():
+    config, aws = (yaml.safe_load(path.read_text()) for path in (ON_PREMISES, AWS))
     assert aws["worker_start_ray_commands"] == config["worker_start_ray_commands"]
     assert aws["head_start_ray_commands"][-1] == config["head_start_ray_commands"][-1].replace(
         "RAY_enable_autoscaler_v2=0 ", ""
@@ -88,25 +97,21 @@ def test_both_start_ray_alike_but_for_the_autoscaler(config):
 
 
 @pytest.mark.parametrize(
-    "path", [ON_PREMISES, DEPLOY / "k8s" / "nanocp.yaml"], ids=lambda path: path.name
+    "path", [ON_PREMISES, GPUS, SERVICE_FILE, GPU_SERVICE], ids=lambda path: path.name
 )
 def test_the_commands_in_the_files_are_ours(path):
-    text = re.sub(r"\n *#? *", " ", path.read_text())
-    words = shlex.split(re.search(r"nanocp serve [^'#]*?--instances-per-node \d+", text)[0])
-    options = assert_serves(words)
+    options = assert_serves(serve_words(path))
     assert options["instances"] and options["instances_per_node"] and options["address"] == "auto"
 
 
 MANIFESTS = sorted((DEPLOY / "k8s").glob("*.yaml"))
 
 
-@pytest.fixture
-def manifests():
+@pytest.fixture(params=[[SERVICE_FILE], [SERVICE_FILE, GPU_SERVICE]], ids=["cpu", "gpu"])
+def manifests(request):
     """By kind; the last of a kind, so Service is the status port's."""
-    return {
-        entry["kind"]: entry
-        for entry in yaml.safe_load_all((DEPLOY / "k8s" / "nanocp.yaml").read_text())
-    }
+    files = (yaml.safe_load_all(path.read_text()) for path in request.param)
+    return {entry["kind"]: entry for entries in files for entry in entries}
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
@@ -148,7 +153,7 @@ def test_keys_are_a_secret_s_and_of_the_head_alone(manifests):
         each for each in head["spec"]["containers"][0]["volumeMounts"] if each["name"] == "keys"
     ]
     files = [options["api_keys_file"], options["operator_keys_file"]]
-    text = (DEPLOY / "k8s" / "nanocp.yaml").read_text()
+    text = SERVICE_FILE.read_text()
     for file in files:
         assert os.path.dirname(file) == mount["mountPath"]
         assert f"--from-file={os.path.basename(file)}" in text
@@ -229,7 +234,7 @@ def test_the_job_s_pods_have_room_for_the_instances_it_asks_for(manifests):
 
 def test_clients_ports_are_open_and_the_operators_is_not(manifests):
     head = manifests["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-    text = (DEPLOY / "k8s" / "nanocp.yaml").read_text()
+    text = SERVICE_FILE.read_text()
     clients, status = [
         entry["spec"] for entry in yaml.safe_load_all(text) if entry["kind"] == "Service"
     ]

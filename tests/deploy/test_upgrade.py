@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness.paths import ROOT
-from harness.programs.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
+from harness.programs.manifests import AWS, DEPLOY, GPUS, ON_PREMISES, pods_of
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def manifests():
 RAY_STARTS = ("RAY_worker_killing_policy_by_group", "true")
 
 
-@pytest.mark.parametrize("path", [ON_PREMISES, AWS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [ON_PREMISES, GPUS, AWS], ids=lambda path: path.name)
 def test_ray_ends_one_process_when_memory_is_short(path, manifests):
     """Ray 2.60.0 ends all workers of a group together by default."""
     import ray

@@ -14,9 +14,7 @@ which would cost half of the time. Exits 1 if a seed failed or was not played.
 """
 
 import argparse
-import hashlib
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -33,7 +31,7 @@ from harness.hash_clusters.losses import hash_recovery_seeds
 from harness.hash_clusters.losses.hash_failover import FailoverCluster
 from harness.hash_clusters.losses.hash_operators import OperatedCluster
 from harness.hash_clusters.pipeline import hash_pipeline, hash_pipeline_losses
-from harness.paths import ROOT
+from harness.paths import present_code
 from harness.services import nested_calls
 
 KINDS = ("losses", "changes", "failovers")
@@ -114,16 +112,6 @@ def _counts(played: Any) -> dict[str, int]:
     """What the play has met, of what it counts."""
     counts = {name: getattr(played, f"num_{name}", 0) for name in COUNTS}
     return counts | getattr(played, "counts", {})
-
-
-def present_code() -> str:
-    """The commit, and a digest of what differs from it."""
-
-    def git(*words: str) -> bytes:
-        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
-
-    changes = hashlib.blake2b(git("diff", "HEAD"), digest_size=8).hexdigest()
-    return f"{git('rev-parse', 'HEAD').decode().strip()} {changes}"
 
 
 def played(progress: Path, code: str) -> dict[int, dict[str, Any]]:

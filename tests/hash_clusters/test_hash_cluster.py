@@ -4,13 +4,11 @@ HASH_SEEDS=1000 plays more; a seed that fails says how to replay it.
 """
 
 import os
-from dataclasses import replace
 
 import pytest
 
 from control_plane.scheduler.pages import quarantine
 from data_plane.instance.rows import Row
-from harness.exact.exact_runs import random_table
 from harness.hash_clusters.hash_instance import HashInstance
 from harness.hash_clusters.hash_model import NUM_EXPERTS
 from harness.hash_clusters.hash_seeds import (
@@ -22,6 +20,7 @@ from harness.hash_clusters.hash_seeds import (
     play_levelling,
     play_sharing,
 )
+from harness.transports.random_tables import random_table
 
 NUM_SEEDS = int(os.environ.get("HASH_SEEDS", "100"))
 CHUNK = 25
@@ -59,12 +58,17 @@ def test_models_without_experts_are_right_though_no_dispatch_bounds_who_runs_ahe
 
 
 @played(range(21_000, 21_006), range(21_000, 21_012))
-def test_experts_may_be_anywhere(seeds):
+def test_experts_may_be_anywhere_in_each_layer(seeds):
     for seed in seeds:
-        cluster = HashCluster(seed)
-        num_instances = cluster.config.cluster.num_instances
-        cluster.place_experts(random_table(NUM_EXPERTS, num_instances, seed))
-        cluster.play()
+        played_with_a_table(seed)
+
+
+def played_with_a_table(seed):
+    """A cluster whose experts are in random slots, some in several."""
+    cluster = HashCluster(seed)
+    num, layers = cluster.config.cluster.num_instances, cluster.model.num_moe_layers
+    cluster.place_experts(random_table(NUM_EXPERTS, num, seed, num_layers=layers))
+    cluster.play()
 
 
 @played((10000, 10006, 10009, 10013, 10014, 10018, 10028, 10029, 10056), range(10_000, 10_060))
@@ -130,10 +134,10 @@ def test_requests_share_pages_and_every_token_is_right(seeds):
     assert sum(cluster.num_moves for cluster in clusters) > 10
 
 
-def is_seen(num_seeds: int = 60) -> bool:
+def is_seen(num_seeds: int = 60, played=lambda seed: HashCluster(seed).play()) -> bool:
     for seed in range(num_seeds):
         try:
-            HashCluster(seed).play()
+            played(seed)
         except Exception:
             return True
     return False
@@ -164,15 +168,21 @@ def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
     assert is_seen()
 
 
-def test_it_sees_rows_sent_to_the_wrong_expert_owner(monkeypatch):
+@pytest.mark.parametrize("fault", ["neighbour", "layer 0"])
+def test_it_sees_rows_at_wrong_slots(monkeypatch, fault):
+    """Rows name slots of the neighbour, or those of the first layer in every layer."""
     place_experts = HashInstance.place_experts
 
-    def place_elsewhere(self, table):
+    def place_wrongly(self, table):
         place_experts(self, table)
-        self._experts = replace(table, seats=(*table.seats[1:], table.seats[0]))
+        first, total = self._names[0], table.num_slots * self._config.cluster.num_instances
+        if fault == "neighbour":
+            self._names[0] = lambda *row: (first(*row) + table.num_slots) % total
+        else:
+            self._names = [first] * len(self._names)
 
-    monkeypatch.setattr(HashInstance, "place_experts", place_elsewhere)
-    assert is_seen(20)
+    monkeypatch.setattr(HashInstance, "place_experts", place_wrongly)
+    assert is_seen(20, played_with_a_table)
 
 
 def test_it_sees_an_append_at_the_wrong_position(monkeypatch):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.scheduler import Scheduler
+from harness.exact.settings import configured
 from harness.hash_clusters import hash_model
 from harness.hash_clusters.hash_instance import HashInstance, region_layout
 from harness.hash_clusters.hash_model import HashModel
-from harness.settings import configured
 from harness.transports.local_exchange import LocalExchange
 from harness.transports.local_pages import LocalPageRing, local_peer_rings
 from nanocp.values.plan import Arrival, TargetRun, Transfer, TransferDone, TransferFenced

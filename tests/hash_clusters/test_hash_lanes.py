@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.windows.lanes import Lanes
 from harness.hash_clusters import hash_play
 from harness.hash_clusters.hash_parts import draw_config
 from harness.hash_clusters.hash_seeds import HashCluster, play
@@ -74,13 +75,19 @@ def test_links_are_in_the_lane_of_their_row():
 
 
 def test_the_table_of_what_was_measured_decides():
-    table = ((4, 0, 130), (16, 0, 80), (16, 8, 99))
+    first, second = "nanoflow", "behind_first"
+    table = ((4, 0, 130, first), (16, 0, 80, second), (16, 8, 99, first))
     config = SchedulerConfig(lanes="measured", lane_table=table)
-    assert [
-        config.lanes_pay(rows, links) for rows, links in ((3, 0), (5, 0), (16, 3), (64, 0))
-    ] == [False, True, False, False]
-    assert not any(plan.two_lanes for plan in plans(4, lanes="measured", lane_table=table))
-    assert all(plan.two_lanes for plan in plans(20, lanes="measured", lane_table=table))
+    assert config.lane_orders == (first, second) and SchedulerConfig().lane_orders == (second,)
+    sizes = (3, 0), (5, 0), (16, 3), (64, 0)
+    assert [config.lane_order(*size) for size in sizes] == [0, 2, 0, 0]
+    always = replace(config, lanes="always")
+    assert [always.lane_order(*size) for size in sizes] == [1, 2, 1, 1]
+    for num_requests, order in ((4, 0), (20, 2)):
+        issued = plans(num_requests, lanes="measured", lane_table=table)
+        assert [plan.two_lanes for plan in issued] == [order] * 2, "equal on all instances"
+    drawn = [Lanes(2, replace(config, lanes="random")).order(at, 1, 1) for at in range(30)]
+    assert {*drawn} == {0, 1, 2}
     with pytest.raises(ValueError, match="nanocp profile --overlap writes it"):
         SchedulerConfig(lanes="measured")
     with pytest.raises(ValueError, match="on a GPU it must be exchange"):

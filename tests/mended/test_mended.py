@@ -19,7 +19,7 @@ ROWS = yaml.load((Path(__file__).parent / "mended.yaml").read_text(), yaml.CSafe
 SAID = {
     "the-build-of-torch": [("Makefile", r"TORCH_INDEX \?="),
                            ("README.md",
-                            r"TORCH_INDEX=https://\S+.*0\.2 GB to download.*2\.7 GB to download")],
+                            r"0\.2 GB to download.*TORCH_INDEX=.*2\.7 GB to download")],
     "a-closed-ssh": [("docs/use/deploy.md", r"ray exec --tmux .*without it, that is a SIGHUP")],
     "a-contributors-metric": [
         ("docs/develop/map.md", r"### A metric .*metrics/families\.py"),
@@ -82,7 +82,7 @@ def test_the_committed_half_hour_with_processes_lost_nothing():
 def test_recovery_of_services_is_tested_under_the_default_policy():
     for file in ("test_recovery.py", "test_resume.py"):
         text = (ROOT / "tests/control_plane" / file).read_text()
-        assert re.search(r"hash_service\(DEFAULT|replace\(DEFAULT", text), file
+        assert re.search(r"hash_service\(DEFAULT|configured\(DEFAULT", text), file
     assert re.search(
         r'DEFAULT = with_policy\("cost_aware"',
         (ROOT / "tests/harness/services/hash_service.py").read_text(),

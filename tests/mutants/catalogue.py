@@ -19,7 +19,8 @@ from of_tcp import OF_TCP
 from of_terms import OF_TERMS
 
 HASH = ("tests/hash_clusters/test_hash_cluster.py",)
-EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
+EXACT = ("tests/data_plane/instance/test_matrix.py", "-k", "(forced or chaos) and not system")
+_DRAWN = ("tests/data_plane/instance/test_matrix.py", "-k", "tiny and torch and experts")
 
 
 MUTANTS = [
@@ -83,12 +84,26 @@ MUTANTS = [
            why="buffers are one deep: a region is read twice or overwritten (equal epochs)",
            text="region = self._incoming[source][channel][epoch & 1]",
            fault="region = self._incoming[source][channel][0]"),
-    Mutant("expert-owner", path="data_plane/moe/all_to_all_cpu.py", tests=EXACT,
-           why="rows visit the neighbour of the instance that holds their expert",
-           text="home = home_table(model.num_experts, self._num_instances)",
-           fault="home = home_table(model.num_experts - 1, self._num_instances)"),
+    Mutant("expert-owner", path="data_plane/moe/rows.py", tests=_DRAWN,
+           why="rows visit the neighbour of the instance whose slot they name (named slots)",
+           text='owner_BK = number_BK.div(num_slots, rounding_mode="floor")',
+           fault="owner_BK = number_BK.add(num_slots) // num_slots % len(regions)"),
+    Mutant("receivers-slot", path="data_plane/moe/experts.py", tests=_DRAWN,
+           why="a receiver takes numbers of another seat, and a row's expert counts twice",
+           text="number_TK - first, weight_TK", fault="number_TK % len(moe.mlps), weight_TK"),
+    Mutant("table-of-layer-0", path="data_plane/moe/mixture.py", tests=_DRAWN,
+           why="rows of all layers name the slots of the first one",
+           text="return self._of_layer[layer]", fault="return self._number_LER[0]"),
+    Mutant("replica-by-row-alone", path="data_plane/moe/rows.py",
+           tests=("tests/data_plane/moe/test_experts.py", "-k", "replica_counts"),
+           why="the first rows of all seats go to the same replicas",
+           text="torch.arange(seat, seat + len(expert_BK))", fault="torch.arange(len(expert_BK))"),
+    Mutant("lost-replica", path="nanocp/values/experts.py",
+           tests=("tests/nanocp/values/test_experts.py",),
+           why="an expert whose slots are lost passes for one that is there",
+           text="replicas = Counter(held)", fault="replicas = Counter(before)"),
     Mutant("expert-slot", path="data_plane/model/weights.py",
-        tests=("tests/data_plane/instance/test_decode_exact.py::test_experts_anywhere[4-torch]",),
+        tests=_DRAWN,
         why="an expert that was given to an instance is not loaded into its slot",
         text="moe.mlps[slot] = mlp", fault="pass"),
     Mutant("append-address", path="data_plane/kv/frame_pool.py",

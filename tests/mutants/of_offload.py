@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 STORY = ("tests/control_plane/scheduler/pages/test_offload.py",)
+_ON_GPU = ("tests/data_plane/kv/test_gpu_copies.py",)
 
 OF_OFFLOAD = [
     Mutant("slot-not-pinned", path="control_plane/scheduler/pages/offload.py",
@@ -28,6 +29,19 @@ OF_OFFLOAD = [
            tests=("tests/data_plane/kv/test_page_copier.py", "-k", "copy_that_fails"),
            why="an instance whose copier has failed goes on, and its tickets are never answered",
            text="self._failure = done", fault="pass"),
+    Mutant("gpu-copies-before-the-step", path="data_plane/kv/gpu_copies.py", tests=_ON_GPU,
+           why="a page leaves a GPU before the step that ends it has written there",
+           text="self._stream.wait_stream(torch.cuda.current_stream(self._device))", fault="pass"),
+    Mutant("slot-before-its-bytes", path="data_plane/kv/gpu_copies.py", tests=_ON_GPU,
+           why="a ticket is answered, and its frame free, while the GPU still copies it",
+           text="self._stream.synchronize()", fault="pass"),
+    Mutant("copies-among-the-steps", path="data_plane/kv/page_copier.py", tests=_ON_GPU,
+           why="pages of a GPU are copied on the stream of its steps",
+           text="nullcontext() if self._gpu is None else self._gpu.stream()",
+           fault="nullcontext()"),
+    Mutant("memory-stays-pinned", path="data_plane/kv/gpu_copies.py", tests=_ON_GPU,
+           why="pinned memory is never given back",
+           text="self._runtime.unpin(self._pinned)", fault="pass"),
     Mutant("closed-ledger-below-zero", path="control_plane/scheduler/state/frame_ledger.py",
         tests=("tests/control_plane/scheduler/state/test_frame_ledger.py", "-k", "closed_ledger"),
         why="a frame that is shared on an instance that is left counts as free and withheld",

@@ -10,7 +10,7 @@ _HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
 _PREFILL = "tests/data_plane/startup/test_prefill.py"
 _KEPT = "tests/data_plane/instance/test_kept_pages.py"
 _TRANSFERS = "tests/data_plane/instance/test_page_transfers.py"
-_FAMILIES = "tests/data_plane/instance/test_families_exact.py"
+_FAMILIES = "tests/data_plane/instance/test_matrix.py"
 _SLOTS = "tests/control_plane/scheduler/pages/test_offload.py"
 
 
@@ -196,7 +196,7 @@ OF_STATES = [
            fault=("self._tickets.issue(request, request.position, targets, source.instance)\n"
                   "self.arrived.append(request)")),
     Mutant("state-stays-behind", path="data_plane/instance/decode.py",
-           tests=(_FAMILIES, "-k", "test_a_story and ling and chaos"),
+           tests=(_FAMILIES, "-k", "ling and chaos and native"),
            why="a state that has come is not written to its place (one state)",
            text="copy_bytes(payload, state[offset : offset + len(payload)])", fault="pass"),
     Mutant("state-of-the-whole-prompt", path="control_plane/scheduler/scheduler.py",
@@ -220,7 +220,7 @@ OF_STATES = [
            text="request.carry = frames.carries.take(request.moe_binding)",
            fault="request.carry = frames.carries.take(1 - request.moe_binding)"),
     Mutant("epoch-of-linear-layers", path="data_plane/step/cpu.py",
-        tests=(_FAMILIES, "-k", "test_a_story and ling and chaos"),
+        tests=(_FAMILIES, "-k", "ling and chaos and native"),
         why="instances that have rows count attention epochs in linear layers too (equal epochs)",
         text="o_BHV = self._linear_attention(x_BX, step, index)",
         fault=("o_BHV = self._linear_attention(x_BX, step, index)\n"

@@ -4,12 +4,15 @@ from mutant import Mutant, seen_by
 
 GPU_TERMS = "tests/data_plane/kernels/test_gpu_terms.py"
 NIXL_EP = "tests/data_plane/startup/experimental/test_nixl_ep.py"
+GPU_NODES = "tests/data_plane/kernels/test_gpu_nodes.py"
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
 SEATS = "tests/control_plane/coordinator/members/test_seats.py"
 CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
 SHELL = "tests/control_plane/shell/test_members_shell.py"
 OPERATORS = "tests/hash_clusters/test_hash_operators.py"
+MOVES = "control_plane/coordinator/members/expert_moves.py"
+MOVES_TEST = "tests/control_plane/coordinator/members/test_expert_moves.py"
 
 OF_TERMS = [
     Mutant("gpu-memory-freed-early", path="data_plane/transport/gpu/ipc_memory.py",
@@ -29,7 +32,7 @@ OF_TERMS = [
            why="what a lost instance sent is taken for rows of the one that replaces it (terms)",
            text="self._buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).zero_()",
            fault="pass"),
-    Mutant("connects-before-all-have-read", path="data_plane/startup/experimental/nixl_ep.py",
+    Mutant("connects-before-all-have-read", path="data_plane/startup/experimental/gathering.py",
            tests=(NIXL_EP, "-k", "nobody_connects"),
            why="a peer of another node awaits a thread that stands still (bounded waits)",
            text="self._await_reader(peer, segment, deadline)", fault="pass"),
@@ -37,11 +40,10 @@ OF_TERMS = [
            tests=(NIXL_EP, "-k", "one_term_after"),
            why="a survivor sends rows to the process that was lost at a seat (terms)",
            text="self._buffer.disconnect_ranks(self._connected)", fault="pass"),
-    Mutant("rows-for-the-old-slot", path="data_plane/startup/experimental/nixl_ep.py",
+    Mutant("rows-for-the-old-slot", path="data_plane/moe/mixture.py",
            tests=(GPU_TERMS, "-k", "captured and NixlEp"),
            why="an expert that has moved is visited in the slot that it had",
-           text="self._number_E.copy_(torch.tensor(numbers, dtype=torch.int64))",
-           fault="self._number_E = torch.tensor(numbers, dtype=torch.int64)"),
+           text="self._number_LER.copy_(numbers)", fault="self._number_LER = numbers"),
     Mutant("same-segments", path="data_plane/transport/shared_memory.py",
            tests=("tests/data_plane/transport/test_term_over.py",),
            why="a term has the segments of the one before, which a lost process may write (terms)",
@@ -204,4 +206,40 @@ OF_TERMS = [
         tests=("tests/control_plane/scheduler/terms/test_held_requests.py", "-k", "first_window"),
         why="a request that has run whole windows is ended for what another does",
         text="and request.since_step >= first_step", fault=""),
+    Mutant("killed-without-ray", path="control_plane/launchers/ray_actors.py",
+           tests=("tests/control_plane/launchers/test_ray_actors.py", "-k", "while_ray_stops"),
+           why="a member that is lost while its service ends is killed when Ray has stopped",
+           text="self._actors.clear()", fault="pass"),
+    Mutant("versions-uncompared", path="data_plane/startup/gpu.py",
+           tests=(GPU_NODES, "-k", "before_anything"),
+           why="DeepEP starts an NVSHMEM that differs between nodes",
+           text="exchange.agree()", fault="pass"),
+    Mutant("captured-before-they-agree", path="data_plane/startup/gpu.py",
+           tests=(GPU_NODES, "-k", "before_anything"),
+           why="graphs are captured for minutes before versions are compared",
+           text="if exchange not in EXCHANGES:\nmeeting.prepare_alone()",
+           fault="meeting.prepare_alone()"),
+    Mutant("gone-before-its-word", path="data_plane/startup/experimental/gathering.py",
+           tests=("tests/data_plane/startup/experimental/test_deep_ep.py", "-k", "may_leave"),
+           why="an instance that has read all and left is taken for lost (bounded waits)",
+           text="return segment.owner_is_alive() if is_attached is None else is_attached",
+           fault="return segment.owner_is_alive()"),
+    Mutant("hidden-by-the-network", path="data_plane/transport/tcp/segment.py",
+           tests=("tests/data_plane/transport/test_tcp.py", "-k", "hides_a_peer"),
+           why="the start is over before anybody names the address that a firewall hides",
+           text="limit_ms = min(timeout_ms, self._limits.exchange_timeout_ms)",
+           fault="limit_ms = timeout_ms"),
+    Mutant("loads-of-the-old-table", path=MOVES, tests=(MOVES_TEST, "-k", "another_table"),
+           why="pairs of a slot are counted for the expert that is there now",
+           text="if number != self._number:\n    return\nage", fault="if False:\n    return\nage"),
+    Mutant("chance-is-moved", path=MOVES, tests=(MOVES_TEST, "-k", "chance"),
+           why="experts are loaded because few rows went here and there by chance",
+           text="max(self._start_above, 1 + noise)", fault="self._start_above"),
+    Mutant("expert-lost-by-an-exchange", path=MOVES, tests=(MOVES_TEST, "-k", "keep_every"),
+           why="an exchange writes the only slot of an expert, which is nowhere until it is loaded",
+           text="lends if old in wanted else left[old] > 1",
+           fault="lends if old in wanted else True"),
+    Mutant("last-slot-lent", path=MOVES, tests=(MOVES_TEST, "-k", "keep_every"),
+           why="the last slot of an expert that stays is lent to another one",
+           text="and stay[old] > 1", fault="and stay[old] > 0"),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import yaml
 
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from harness.paths import ROOT
+from harness.programs.manifests import ON_PREMISES
 
 BIN = Path(sys.executable).parent
 
@@ -24,23 +25,28 @@ def make_checkpoint_of_12(path):
 
 
 class RayCluster:
-    """A running Ray cluster of these machines, made by deploy/ray-cluster.yaml."""
+    """A running Ray cluster of these machines, made by a file of deploy/."""
 
-    def __init__(self, machines, folder):
+    def __init__(self, machines, folder, file=ON_PREMISES, program="nanocp.cli.main", num_gpus=0):
+        """program: the module that is `nanocp` there. num_gpus: of each, which no driver shows."""
         self.machines = machines
         self._file = folder / "ray-cluster.yaml"
         self._environment = {**os.environ, "HOME": str(folder), "RAY_TMPDIR": str(folder / "ray")}
-        config = yaml.safe_load((ROOT / "deploy" / "ray-cluster.yaml").read_text())
+        config = yaml.safe_load(file.read_text())
         config["provider"].update(
             head_ip=machines[0].address, worker_ips=[node.address for node in machines[1:]]
         )
         config["min_workers"] = config["max_workers"] = len(machines) - 1
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(folder / "machines" / "key")}
         config["file_mounts"] = {"~/nanocp": str(ROOT)}
-        # One command differs from the file's: an environment that exists already stands in for
-        # `make setup`.
-        assert config["setup_commands"][0] == "cd ~/nanocp && make setup"
-        config["setup_commands"][0] = borrowed_environment("$HOME/nanocp")
+        # An environment that exists already stands in for what is installed.
+        *installs, path = config["setup_commands"]
+        assert "cd ~/nanocp && make setup" in installs and "make" not in path
+        config["setup_commands"] = [borrowed_environment("$HOME/nanocp", program), path]
+        if num_gpus:
+            for name in ("head_start_ray_commands", "worker_start_ray_commands"):
+                stop, start = config[name]
+                config[name] = [stop, start.replace("start ", f"start --num-gpus={num_gpus} ")]
         self._file.write_text(yaml.safe_dump(config))
         self._ray("up", "--no-config-cache")
         self._await_nodes(len(machines))
@@ -67,15 +73,15 @@ class RayCluster:
         self._ray("down")
 
 
-def borrowed_environment(code):
+def borrowed_environment(code, program="nanocp.cli.main"):
     """A shell's command line that makes ~/nanocp/.venv of this environment's commands.
 
-    code: the folder whose code they run.
+    code: the folder whose code they run. program: see RayCluster.
     """
     lines = ["mkdir -p ~/nanocp/.venv/bin && cd ~/nanocp/.venv/bin"]
     for name in ("python", "ray", "nanocp"):
-        start = f"{BIN}/python -m nanocp.cli.main" if name == "nanocp" else BIN / name
-        text = f'#!/bin/sh\nPYTHONPATH={code} exec {start} "$@"\n'
+        start = f"{BIN}/python -m {program}" if name == "nanocp" else BIN / name
+        text = f'#!/bin/sh\nPYTHONPATH={code}:{code}/tests exec {start} "$@"\n'
         lines.append(f"printf %s {shlex.quote(text)} > {name} && chmod +x {name}")
     return " && ".join(lines)
 
@@ -112,7 +118,7 @@ class Serve:
 
     def interrupt(self):
         """Send what Ctrl-C sends; returns the exit status."""
-        self.machines[0].run("pkill -INT -f '[n]anocp.cli.main serve'")
+        self.machines[0].run("pkill -INT -f -- '-m [a-z_.]* serve '")
         return self.wait(120)
 
 

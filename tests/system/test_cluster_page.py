@@ -8,11 +8,11 @@ import contextlib
 import re
 import subprocess
 import time
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, hash_service, prompt
 from nanocp.cli.operate.top import fetch
 from nanocp.client import Client
@@ -147,8 +147,7 @@ def test_the_page_of_a_service_with_keys_shows_the_cluster_to_who_has_one(
     chromium, tmp_path, key, after
 ):
     (tmp_path / "operators").write_text("a key\n")
-    keys = replace(CONFIG.service, operator_keys_file=str(tmp_path / "operators"))
-    config = replace(CONFIG, service=keys)
+    config = configured(CONFIG, operator_keys_file=str(tmp_path / "operators"))
     with hash_service(config) as service:
         url = f"http://{service.metrics_address}/cluster"
         seen = asyncio.run(after_typing(url, tmp_path, key))

@@ -7,7 +7,6 @@ Four real instances serve. Needs the program `guidellm` on PATH, or its path in 
 import json
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from harness.programs.installed import installed
 from harness.services.hash_service import CONFIG, process_launcher
 from harness.services.kit import started
 from nanocp.config.cluster import ClusterConfig
@@ -27,13 +27,7 @@ NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 200, 32
 
 @pytest.fixture(scope="module")
 def guidellm():
-    path = os.environ.get("NANOCP_GUIDELLM") or shutil.which("guidellm")
-    if path is None:
-        pytest.skip(
-            "no program `guidellm`: pip install it into an environment of its own, "
-            "and name it in NANOCP_GUIDELLM"
-        )
-    return path
+    return installed("guidellm", "NANOCP_GUIDELLM", "pip install it into another environment")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import threading
@@ -9,9 +10,15 @@ import time
 
 import pytest
 
+from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
+from harness.exact.models import MINI
+from harness.gpu_stand_ins import far_nodes
 from harness.paths import ROOT
+from harness.programs.manifests import GPUS
+from harness.programs.manifests import serve_words as serve_words_of
 from harness.programs.nodes import nodes, why_not
+from harness.services.kit import random_prompt
 from nanocp.client import Client, ServiceError
 from tests.system.ray_machines import (
     RayCluster,
@@ -33,9 +40,7 @@ class Stream:
     """One request in a thread; the constructor returns once its first tokens have come."""
 
     def __init__(self, address, length, seed, max_tokens, timeout_s=120):
-        self.prompt_ids = [
-            (seed * 31 + position * 7 + position * position) % 512 for position in range(length)
-        ]
+        self.prompt_ids = random_prompt(length, seed)
         self.output_ids = []
         self.cp_degree = 0
         self.error = None
@@ -90,14 +95,15 @@ def num_connections(first, second):
     return len(ends(first) & {(peer, local) for local, peer in ends(second)})
 
 
+def streams_of(address, max_tokens, timeout_s=120):
+    lengths = enumerate((130, 500, 1000, 2000), start=1)
+    return [Stream(address, length, seed, max_tokens, timeout_s) for seed, length in lengths]
+
+
 def assert_exact(address, checkpoint, degree=3):
     """Fail unless every token is the reference's, with KV on so many instances."""
     oracle = Oracle(checkpoint)
-    streams = [
-        Stream(address, length, seed, 60)
-        for seed, length in enumerate((130, 500, 1000, 2000), start=1)
-    ]
-    for stream in streams:
+    for stream in streams_of(address, 60):
         stream.join()
         assert (stream.error, stream.cp_degree, len(stream.output_ids)) == (None, degree, 60)
         assert oracle.judge(stream.prompt_ids, stream.output_ids).exact
@@ -106,10 +112,7 @@ def assert_exact(address, checkpoint, degree=3):
 def assert_streams_go_on(service, checkpoint, lose, num_tokens=250, timeout_s=120):
     """Fail unless every stream that runs at a loss ends with all of its tokens, each right."""
     oracle = Oracle(checkpoint)
-    streams = [
-        Stream(service.address, length, seed, num_tokens, timeout_s)
-        for seed, length in enumerate((130, 500, 1000, 2000), start=1)
-    ]
+    streams = streams_of(service.address, num_tokens, timeout_s)
     lost_at = time.monotonic()
     lose()
     assert any(len(stream.output_ids) < num_tokens for stream in streams), "none ran at the loss"
@@ -129,18 +132,14 @@ def seats(machines):
 
 
 def assert_nothing_is_left(machines):
+    until_gone(machines, f"ray::MemberActor|nanocp.cli.main|{far_nodes.NAME}", 30)
     for machine in machines:
         assert machine.shared_memory() == []
-    until_gone(machines, "ray::MemberActor|nanocp.cli.main", 30)
 
 
 def assert_there_is_no_place_for(machines, *sizes):
-    impatient = [
-        "env",
-        "NANOCP_LIMITS__START_TIMEOUT_MS=3000",
-        *map(str, serve_words(machines, *sizes)),
-    ]
-    answer = machines[0].run(shlex.join(impatient), timeout_s=120)
+    words = ["env", "NANOCP_LIMITS__START_TIMEOUT_MS=3000", *serve_words(machines, *sizes)]
+    answer = machines[0].run(shlex.join(map(str, words)), timeout_s=120)
     assert answer.returncode == 2
     sentence = answer.stderr.splitlines()[-1]
     assert (
@@ -267,6 +266,65 @@ def test_a_pipeline_over_two_machines_goes_on_with_a_third(machines, tmp_path, c
     assert_nothing_is_left(left)
     cluster.down()
     until_gone(left, RAY, WORKERS_GONE_S)
+
+
+def in_small(checkpoint, home):
+    """The line of deploy/ray-cluster-gpu.yaml for four instances of a small model on two nodes."""
+    words = serve_words_of(GPUS)
+    begin = words.index("--prefill")
+    of_file = [*words[3:begin], *words[begin + 2 :]]
+    settings = {
+        "data_plane.eager": "true", "data_plane.row_buckets": "[4]", "cluster.bounds.max_links": 4,
+        "cluster.bounds.max_attention_rows": 4, "cluster.bounds.max_partials": 4,
+        "limits.start_timeout_ms": 280_000, "limits.exchange_timeout_ms": 10_000,
+        "limits.plan_timeout_ms": 9_000,
+    }  # fmt: skip
+    sets = [word for pair in settings.items() for word in ("--set", "{}={}".format(*pair))]
+    small = ["--instances", 4, "--instances-per-node", 2, "--num-frames", 8, "--dtype", "float32",
+             "--max-model-len", 512, "--max-rows", 4, "--policy", "fixed_degree:4"]  # fmt: skip
+    return [f"{home}/nanocp/.venv/bin/nanocp", "serve", checkpoint, *of_file, *small, *sets]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_the_paper_s_cluster_of_gpus_in_small(machines, tmp_path):
+    """`ray up` of the file for GPUs, and its line: FlashMLA, DeepEP, and puts by NVSHMEM.
+
+    Stand-ins take the place of what needs a GPU; what goes between nodes crosses their network. At
+    first the second node lacks the driver, has another DeepEP, or is hidden: a sentence, and all
+    end.
+    """
+    make_checkpoint(checkpoint := tmp_path / "mini", "tiny", overrides=MINI | {"vocab_size": 512})
+    cluster = RayCluster(machines, tmp_path, GPUS, far_nodes.NAME, num_gpus=2)
+    words = in_small(checkpoint, machines[0].home)
+    for fault, text, sentence in (
+        ("no_driver", "", f"device is cuda: .* torch sees none here, on {machines[1].name}: "),
+        ("deep_ep", "2.0.0", r"instance \d has deep_ep 2\.\d\.0, .*: install the same"),
+        (
+            "hidden",
+            "",
+            rf".* attached at {machines[1].address}:\d+ in 10000 ms: .*; nodes must reach",
+        ),
+    ):
+        (wrong := machines[1].home / fault).write_text(text)
+        refused = machines[0].run(shlex.join(map(str, words)), timeout_s=300)
+        assert refused.returncode == 2, refused.stderr[-2000:]
+        (said,) = [line for line in refused.stderr.splitlines() if line.startswith("nanocp serve:")]
+        assert re.match(rf"nanocp serve: (instance \d|prefill): {sentence}", said), said
+        assert_nothing_is_left(machines)
+        wrong.unlink()
+    service = Serve(machines, *words)
+    assert any(line.startswith("exchange: nvshmem, experimental") for line in service.lines)
+    assert "dispatch: deep_ep, as configured" in service.lines
+    oracle = Oracle(checkpoint)
+    for seed, length in enumerate((200, 260, 400)):
+        stream = Stream(service.address, length, seed, 6).join()
+        assert (stream.error, stream.cp_degree, len(stream.output_ids)) == (None, 4, 6)
+        assert oracle.judge(stream.prompt_ids, stream.output_ids).exact
+    assert service.interrupt() == 0, service.lines
+    assert_nothing_is_left(machines)
+    cluster.down()
+    until_gone(machines[:1], RAY, 20)
 
 
 @pytest.mark.parametrize("machines", [2], indirect=True)

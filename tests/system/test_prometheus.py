@@ -6,23 +6,23 @@ NANOCP_PROMETHEUS.
 
 import json
 import math
-import os
-import shutil
 import subprocess
 import threading
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import replace
 
 import httpx
 import promql_parser
 import pytest
 import yaml
 
+from harness.exact.settings import configured
 from harness.paths import ROOT
 from harness.programs.dashboards import ALERTS, dashboard_expressions, filled
+from harness.programs.installed import installed
 from harness.services.hash_service import CONFIG, generate, hash_service, prompt
+from harness.waits import until
 from nanocp.serve.process import free_port
 
 pytestmark = pytest.mark.system
@@ -54,12 +54,7 @@ def values(address, expression):
 
 @pytest.fixture(scope="module")
 def program():
-    path = os.environ.get("NANOCP_PROMETHEUS") or shutil.which("prometheus")
-    if path is None:
-        pytest.skip(
-            "no program `prometheus`: apt-get install prometheus, or name it in NANOCP_PROMETHEUS"
-        )
-    return path
+    return installed("prometheus", "NANOCP_PROMETHEUS", "apt-get install prometheus")
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +64,11 @@ def watched(program, tmp_path_factory):
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     (folder / "api_key").write_text("a-key\n")
     operators = str(folder / "api_key")
-    keys = replace(CONFIG.service, api_keys=("a-key",), operator_keys_file=operators)
-    drafts = replace(CONFIG.scheduler, num_drafts=1)
-    with hash_service(replace(CONFIG, service=keys, scheduler=drafts)) as service:
+    keys = {"api_keys": ("a-key",), "operator_keys_file": operators}
+    with hash_service(configured(CONFIG, num_drafts=1, **keys)) as service:
         config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
-        config["global"] = {
-            "scrape_interval": "1s",
-            "scrape_timeout": "1s",
-            "evaluation_interval": "1s",
-        }
+        intervals = ("scrape_interval", "scrape_timeout", "evaluation_interval")
+        config["global"] = dict.fromkeys(intervals, "1s")
         config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "alerts.yml")]
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [service.metrics_address]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -196,7 +187,4 @@ def test_a_service_that_is_gone_is_down(watched):
     """This test is the last, because it closes the service's status port."""
     address, service = watched
     service._status.close()
-    deadline = time.monotonic() + 60
-    while values(address, 'up{job="nanocp"} == 0') != [0.0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    until(lambda: values(address, 'up{job="nanocp"} == 0') == [0.0], limit_s=60)

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from harness.paths import ROOT
+from harness.programs.installed import vllm_python
 from harness.services.hash_service import CONFIG, process_launcher
 from harness.services.kit import started
 from harness.vllm.vllm_names import NAMES, unanswered
@@ -47,10 +48,7 @@ main(parser.parse_args(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def python():
-    path = os.environ.get("NANOCP_VLLM_PYTHON", str(ROOT / ".venv-vllm/bin/python"))
-    if not os.access(path, os.X_OK):
-        pytest.skip(f"no vLLM at {path}: run make .venv-vllm/.installed")
-    return path
+    return vllm_python()
 
 
 def test_no_flag_of_the_installed_vllm_is_without_an_answer(python, tmp_path):
@@ -105,8 +103,7 @@ def both_results(python, address, checkpoint, folder, backend, *more):
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_both_benchmarks_count_the_same(python, service, tiny_checkpoint, tmp_path, backend):
     ours, vllms = both_results(
-        *(python, service.http_address, tiny_checkpoint, tmp_path, backend),
-        *("--request-rate", 4),
+        *(python, service.http_address, tiny_checkpoint, tmp_path, backend), *("--request-rate", 4)
     )
     assert ours["completed"] == vllms["completed"] == 40 and ours["failed"] == vllms["failed"] == 0
     assert ours["total_output_tokens"] == vllms["total_output_tokens"] == 800
@@ -154,8 +151,7 @@ def paced_server():
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_both_benchmarks_time_the_same(python, paced_server, tiny_checkpoint, tmp_path, backend):
     ours, vllms = both_results(
-        *(python, paced_server, tiny_checkpoint, tmp_path, backend),
-        *("--max-concurrency", 4),
+        *(python, paced_server, tiny_checkpoint, tmp_path, backend), *("--max-concurrency", 4)
     )
     for figure in ("mean", "median"):
         for metric in ("ttft", "tpot", "itl", "e2el"):

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -22,13 +21,14 @@ from control_plane.launchers.processes import ProcessLauncher
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from data_plane.transport.nixl.pages import nixl_package
+from harness.exact.settings import configured
 from harness.paths import ROOT
+from harness.programs.installed import vllm_python
 from harness.programs.nodes import GATEWAY, NETWORK, nodes, why_not
 from harness.services.hash_service import CONFIG
+from harness.services.kit import greedy, started
 from harness.services.serve_process import ENVIRONMENT, NANOCP
-from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.process import free_port
 from nanocp.serve.service import Service, open_checkpoint
 
@@ -50,10 +50,7 @@ VLLM_ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def vllm():
     """The words that begin a server's command line."""
-    path = os.environ.get("NANOCP_VLLM_PYTHON", str(ROOT / ".venv-vllm/bin/python"))
-    if not os.access(path, os.X_OK):
-        pytest.skip(f"no vLLM: {path} is not there; `make .venv-vllm/.installed` makes it")
-    return [path, "-m", "vllm.entrypoints.openai.api_server", *ON_CPU]
+    return [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", *ON_CPU]
 
 
 @pytest.fixture(scope="module")
@@ -115,31 +112,20 @@ def test_pages_of_an_engine_on_another_machine_are_exact(
 ):
     if page_backend == "nixl" and not nixl_package():
         pytest.skip("NIXL is not installed: pip install '.[nixl]'")
-    config = replace(
-        CONFIG,
-        cluster=ClusterConfig(num_instances=2, num_frames=64, max_model_len=1200),
-        data_plane=replace(CONFIG.data_plane, page_backend=page_backend),
-        prefill=PrefillConfig(engines=(engine_of_kubernetes,)),
-        service=replace(CONFIG.service, host=GATEWAY),
-    )
+    config = configured(
+        CONFIG, cluster=ClusterConfig(num_instances=2, num_frames=64, max_model_len=1200),
+        page_backend=page_backend, engines=(engine_of_kubernetes,), host=GATEWAY,
+    )  # fmt: skip
     launcher = ProcessLauncher(
         [sys.executable, "-m", "data_plane.programs.process"], ENVIRONMENT | OVER_THE_LINK
     )
-    service = Service(config, open_checkpoint(config, checkpoint), launcher)
     oracle = Oracle(checkpoint)
-    try:
-        service.start(lambda step: None)
-        with Client(service.address) as client:
-            for length in (2, 65, 700):
-                ids = [7 + number % 400 for number in range(length)]
-                chunks = client.generate(
-                    ids, max_tokens=12, temperature=0.0, ignore_eos=True, timeout_s=300
-                )
-                tokens = [token_id for chunk in chunks for token_id in chunk.token_ids]
-                verdict = oracle.judge(ids, tokens)
-                assert len(tokens) == 12 and verdict.exact, f"{length} tokens: {verdict}"
-    finally:
-        service.stop()
+    with started(Service(config, open_checkpoint(config, checkpoint), launcher)) as service:
+        for length in (2, 65, 700):
+            ids = [7 + number % 400 for number in range(length)]
+            tokens = greedy(service.address, ids, 12, timeout_s=300)
+            verdict = oracle.judge(ids, tokens)
+            assert len(tokens) == 12 and verdict.exact, f"{length} tokens: {verdict}"
 
 
 def test_the_commands_of_the_compose_file_serve(vllm, checkpoint, tmp_path):

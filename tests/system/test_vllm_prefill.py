@@ -6,7 +6,6 @@ NANOCP_VLLM_PYTHON.
 
 import itertools
 import json
-import os
 import random
 import subprocess
 import time
@@ -27,12 +26,15 @@ from data_plane.reference.oracle import Oracle
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.exact.mtp_layers import add_mtp_layer
-from harness.paths import ROOT
+from harness.exact.settings import configured
+from harness.programs.installed import vllm_python
 from harness.services.hash_service import CONFIG, process_launcher
+from harness.services.kit import greedy
 from harness.services.serve_process import NANOCP
+from harness.services.service_recovery import sample, until
 from harness.vllm.published_vllm import METHODS, VERSION
 from harness.vllm.vllm_server import VllmServer
-from nanocp.client import Client, ServiceError
+from nanocp.client import ServiceError
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
@@ -48,12 +50,9 @@ WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 API_KEY = "sk-of-the-engine"
 
 
-@pytest.fixture(scope="module")
-def vllm_python():
-    path = os.environ.get("NANOCP_VLLM_PYTHON", str(ROOT / ".venv-vllm/bin/python"))
-    if not os.access(path, os.X_OK):
-        pytest.skip(f"no vLLM: {path} is not there; `make .venv-vllm/.installed` makes it")
-    return path
+@pytest.fixture(scope="module", name="vllm_python")
+def its_python():
+    return vllm_python()
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +86,12 @@ class ServedBy:
         self, checkpoint, *engines, policy="fixed_degree:2", num_instances=2, dtype="float32",
         api_key="", num_drafts=0,
     ):  # fmt: skip
-        config = replace(
-            CONFIG,
-            cluster=ClusterConfig(
-                num_instances=num_instances,
-                num_frames=64,
-                max_model_len=1200,
-                bounds=BoundsConfig(max_rows=16),
-            ),
-            scheduler=SchedulerConfig(policy=policy, num_drafts=num_drafts),
-            data_plane=replace(CONFIG.data_plane, dtype=dtype),
-            prefill=PrefillConfig(engines=tuple(e.url for e in engines), api_key=api_key),
-        )
+        size = {"num_instances": num_instances, "num_frames": 64, "max_model_len": 1200}
+        config = configured(
+            CONFIG, cluster=ClusterConfig(**size, bounds=BoundsConfig(max_rows=16)),
+            scheduler=SchedulerConfig(policy=policy, num_drafts=num_drafts), dtype=dtype,
+            engines=tuple(engine.url for engine in engines), api_key=api_key,
+        )  # fmt: skip
         self.service = Service(config, open_checkpoint(config, checkpoint), process_launcher())
 
     def __enter__(self):
@@ -109,11 +102,7 @@ class ServedBy:
         self.service.stop()
 
     def generate(self, ids):
-        with Client(self.service.address) as client:
-            chunks = client.generate(
-                ids, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=300
-            )
-            return [token_id for chunk in chunks for token_id in chunk.token_ids]
+        return greedy(self.service.address, ids, NUM_TOKENS, timeout_s=300)
 
     def generate_all(self, lengths=LENGTHS, seed=0):
         """Prompts of these lengths, all at once: (prompt, tokens) of each."""
@@ -123,11 +112,7 @@ class ServedBy:
             return list(zip(prompts, pool.map(self.generate, prompts), strict=True))
 
     def until_up(self, engine, limit_s=120):
-        registry, labels = self.service.metrics.registry, {"url": engine.url}
-        deadline = time.monotonic() + limit_s
-        while registry.get_sample_value("nanocp:prefill_engine_up", labels) != 1:
-            assert time.monotonic() < deadline, f"{engine.url} is not up again"
-            time.sleep(0.2)
+        until(lambda: sample(self.service, "prefill_engine_up", url=engine.url) == 1, limit_s)
 
 
 def assert_exact(oracle, generated):

@@ -67,7 +67,6 @@ class DecodeFlights(Flights):
         return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterator[Event]:
-        """Send the tickets and fences of a plan; yields what fails at once."""
         num_fetched = fetched_pages(plan.fetches)
         for transfer in plan.transfers:
             if transfer.source is not None:
@@ -90,6 +89,7 @@ class DecodeFlights(Flights):
 
     def send(self, plan: Plan) -> None:
         self._windows.sent(plan.instances)
+        self._metrics.instances.sent(plan.instances[0].two_lanes)
         for instance_plan in plan.instances:
             self._members.send(Member("instance", instance_plan.instance), instance_plan)
 

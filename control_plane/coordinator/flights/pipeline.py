@@ -50,7 +50,7 @@ class PipelineFlights(Flights):
 
     @property
     def is_full(self) -> bool:
-        """Whether one pass more is in flight than there are stages: it waits at the first one."""
+        # One more than there are stages waits at the first one.
         return len(self) > self.pipeline.num_stages
 
     @property
@@ -77,7 +77,7 @@ class PipelineFlights(Flights):
         return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> tuple[()]:
-        """Let layers move before the pass, and give the first stage the prompts.
+        """Let layers move, and give the first stage the prompts.
 
         The last one gets those whose log probabilities it reports.
         """
@@ -136,7 +136,6 @@ class PipelineFlights(Flights):
     # --- terms
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
-        """Begin with stages as at the start, and with passes that count from 0 again."""
         self._table = InstanceTable(0, 1)
         self._next_reports = [0] * self.pipeline.num_stages
 

@@ -32,8 +32,6 @@ _PREFILL_LOST = "the prefill was lost"
 
 @dataclass(slots=True)
 class _Unanswered:
-    """A ticket of the prefill."""
-
     receivers: set[int]
     """Those that have not answered for it."""
     request: PrefillRequest | None
@@ -151,10 +149,7 @@ def fetched_pages(fetches: Sequence[Fetch]) -> dict[int, int]:
 
 
 def cached_tokens(plan: Plan) -> dict[int, int]:
-    """Request -> tokens of its prompt that nobody computes: pages of other requests.
-
-    A request without an entry computes its last token only.
-    """
+    """Request -> tokens of its prompt that nobody computes: pages of other requests."""
     num_fetched, cached = fetched_pages(plan.fetches), dict[int, int]()
     for transfer in plan.transfers:
         if transfer.source is None:

@@ -13,8 +13,6 @@ from nanocp.values.table import InstanceTable
 
 @dataclass(slots=True)
 class _Window:
-    """A window that was sent."""
-
     window: int
     plans: tuple[InstancePlan, ...]
     unreported: set[int]

@@ -234,7 +234,6 @@ class Members(TermSteps):
             self.output.say(f"instances have kept the pages of {len(kept)} requests")
             tickets = _TICKETS_OF_A_TERM * self.terms.number
             self.output.events.append(TookOver(tickets, kept, self._kept_pages.restarts))
-        table = self._seats.table(self.seats)
         self._join = Join(
             peers=tuple(
                 self.attached.where(each) if each in self.terms.seats else Peer()
@@ -243,8 +242,7 @@ class Members(TermSteps):
             newest_ticket=self._facts.newest_ticket,
             seats=tuple(self.seats),
             keeps_rows=self.terms.keeps_rows,
-            expert_seats=table.seats,
-            expert_slots=table.slots,
+            experts=self._seats.table(self.seats),
         )
         for instance in self.terms.seats:
             self._send(instance, self._join)

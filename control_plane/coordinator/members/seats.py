@@ -186,8 +186,10 @@ class Seats:
             asked_by=self._change.by if self._change is not None else "",
         )
 
-    def table(self, seats: Sequence[int]) -> ExpertTable:
-        """Place the experts on these seats; few are loaded anew."""
+    def table(self, seats: Sequence[int]) -> ExpertTable | None:
+        """Place the experts, if any, on these seats; few are loaded anew."""
+        if not self._num_experts:
+            return None
         self._table = place_experts(
             self._num_experts,
             self._cluster.num_instances,

@@ -278,14 +278,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
             num_requests_waiting=load.num_waiting,
             num_requests_prefilling=load.num_prefilling,
             instances=[
-                pb.InstanceLoad(
-                    instance=instance,
-                    num_rows=of_instance.num_rows,
-                    kv_tokens=of_instance.kv_tokens,
-                    frames_free=of_instance.frames_free,
-                    frames_quarantined=of_instance.frames_quarantined,
-                    frames_committed=of_instance.frames_committed,
-                )
+                pb.InstanceLoad(instance=instance, **of_instance._asdict())
                 for instance, of_instance in enumerate(load.instances)
             ],
         )

@@ -69,7 +69,6 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     def __init__(self, *args: Any, request_timeout_s: float, crowd: Crowd, **more: Any) -> None:
-        """args, more: see HttpToolsProtocol."""
         super().__init__(*args, **more)
         self._request_timeout_s = request_timeout_s
         self._crowd = crowd
@@ -134,7 +133,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._request_timeout_s, self._too_late)
 
     def _too_late(self) -> None:
-        """Cut the client, unless a response runs."""
         if self._earlier is None or self._earlier.response_complete:
             self.transport.close()
         else:

@@ -207,7 +207,8 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
     return {
         **sampling,
         "n": 1 if request.n is None else request.n,
-        "seed": _seed(request.seed),
+        # -1 draws one; other negative numbers are seeds too, as in vLLM.
+        "seed": None if request.seed in (None, -1) else request.seed % NUM_SEEDS,
         "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
         "stop_token_ids": request.stop_token_ids or [],
         "include_stop_str_in_output": request.include_stop_str_in_output,
@@ -226,11 +227,6 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
 def _resume(body: ResumeBody) -> Resume:
     choices = tuple(ResumedChoice(choice.index, choice.output_ids) for choice in body.choices)
     return Resume(choices, body.attempt)
-
-
-def _seed(seed: int | None) -> int | None:
-    """Draw a seed for -1; other negative numbers are seeds too, as in vLLM."""
-    return None if seed in (None, -1) else seed % NUM_SEEDS
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import Full, Queue
 from typing import Any
@@ -90,7 +90,7 @@ class RemoteController(ControllerInterface):
         attach = self._channel.stream_stream(
             f"/{FRONT_END_PORT}/Attach", FROM_FRONT_END.encode, TO_FRONT_END.decode
         )
-        self._call = attach(_outgoing(outbox), metadata=self._metadata)
+        self._call = attach(iter(outbox.get, None), metadata=self._metadata)
 
     def submit(self, submission: Submission) -> None:
         self._newest_id = max(self._newest_id, submission.request_id)
@@ -226,8 +226,3 @@ class RemoteController(ControllerInterface):
             # The stream ends, and the front end with it.
             logger.error("the controller left %d messages unread", _MAX_MESSAGES)
             self._call.cancel()
-
-
-def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:
-    while (message := outbox.get()) is not None:
-        yield message

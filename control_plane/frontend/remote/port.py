@@ -162,7 +162,7 @@ class FrontEndPort(ControllerEvents):
         return self._attendance.num_open
 
     def begin_drain(self) -> list[Future[bool]]:
-        """Ask all to refuse new requests; each future tells whether all have ended."""
+        """Ask all to refuse new requests; each future tells if all have ended."""
         with self._lock:
             for front_end in self._attached.values():
                 front_end.send(Drain())
@@ -198,7 +198,7 @@ class FrontEndPort(ControllerEvents):
         handlers = grpc.method_handlers_generic_handler(FRONT_END_PORT, methods)
         server.add_generic_rpc_handlers((handlers,))
         await server.start()
-        self._member_secrets.watch(self._issued)
+        self._member_secrets.watch(lambda *issued: self._send_to_all(IssuedSecret(*issued)))
         self._bound.set_result(address)
         while not self._stopping.is_set():
             self._send_to_all(self._load())
@@ -333,9 +333,6 @@ class FrontEndPort(ControllerEvents):
         assert self._controller is not None
         for number in self._attendance.released(requests):
             self._controller.abort(number)
-
-    def _issued(self, name: str, secret: str) -> None:
-        self._send_to_all(IssuedSecret(name, secret))
 
     # --- controller_interface.ControllerEvents ---
 

@@ -90,7 +90,6 @@ def _compiled(
     added_tokens: frozenset[str],
     check: GrammarCheck | None,
 ) -> str:
-    """Raises ValueError with the library's sentence."""
     from llguidance import LLMatcher
 
     try:

@@ -1,7 +1,4 @@
-"""Metrics of the prefill's engines, from the prefill's latest report.
-
-docs/use/operate.md explains the names.
-"""
+"""Metrics of the prefill's engines, from the prefill's latest report."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class EngineMetrics(Collector):
             registry.register(self)
 
     def reported(self, engines: Sequence[EngineNow]) -> None:
-        """Take the prefill's report on every engine."""
         self._engines = engines
 
     def awaited(self, num_frames: int) -> None:
@@ -48,7 +44,6 @@ class EngineMetrics(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one sample of each metric for each engine."""
         engines = self._engines
         return families(
             {

@@ -187,6 +187,7 @@ READ = {
     "hidden_exchange_seconds": _counter(
         "Time, at most, that one lane of a step computed while the other awaited the exchange.",
         "engine"),
+    "lane_windows": _counter("Windows by the order of their lanes, or one_lane.", "order"),
     "graph_windows": _counter("Windows by the bucket replayed.", "bucket_rows", "bucket_received"),
     "step_seconds": _histogram("Mean step of a window.", STEP_S, "engine"),
     "step_exchange_seconds": _histogram(

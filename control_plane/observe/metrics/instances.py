@@ -33,7 +33,10 @@ class InstanceMetrics:
         self, registry: CollectorRegistry, num_instances: int, scheduler: SchedulerConfig
     ) -> None:
         self._num_steps, num_drafts = scheduler.steps_per_window, scheduler.num_drafts
-        self._sums = _Sums([_EngineSums([0] * num_drafts) for _ in range(num_instances)])
+        self._sums = _Sums(
+            [_EngineSums([0] * num_drafts) for _ in range(num_instances)],
+            dict.fromkeys(("one_lane", *scheduler.lane_orders), 0) if scheduler.has_lanes else {},
+        )
         self._step, self._exchange, self._masks, self._iteration = histograms = [
             _EngineHistograms(name, num_instances)
             for name in (
@@ -64,6 +67,11 @@ class InstanceMetrics:
         if is_complete:
             least, most = self._busy_us.pop(done.window)
             self._recorded.observe("step_spread_seconds", (most - least) / 1e6)
+
+    def sent(self, two_lanes: int) -> None:
+        """Count a window by its order."""
+        if orders := self._sums.orders:
+            orders[list(orders)[two_lanes]] += 1
 
     def resynced(self) -> None:
         """Record that an instance asked for a full table."""
@@ -108,6 +116,8 @@ class _EngineSums:
 @dataclass(slots=True, eq=False)
 class _Sums(Collector):
     engines: list[_EngineSums]
+    orders: dict[str, int]
+    """Windows by order; empty without lanes."""
     windows: dict[tuple[int, int], int] = field(default_factory=dict)
     """By bucket (rows, received): windows that replayed it."""
 
@@ -148,6 +158,7 @@ class _Sums(Collector):
                     for what, attribute in (("", "slots"), ("padding_", "padding"))
                 },
                 "hidden_exchange_seconds": {e: sums.hidden_us / 1e6 for e, sums in engines},
+                "lane_windows": self.orders,
                 "graph_windows": dict(sorted(self.windows.copy().items())),
                 "spec_decode_num_drafts": {e: sums.num_drafts for e, sums in drafting},
                 "spec_decode_num_draft_tokens": {e: sums.num_draft_tokens for e, sums in drafting},

@@ -22,7 +22,6 @@ class OffloadMetrics(Collector):
         registry.register(self)
 
     def planned(self, reading: OffloadReading) -> None:
-        """Take a reading after a call of the scheduler."""
         self._reading = reading
 
     def collect(self) -> Iterable[Metric]:

@@ -1,7 +1,4 @@
-"""Metrics of recovery: losses with their causes, the time to serve again, dropped messages.
-
-docs/use/operate.md explains the names.
-"""
+"""Metrics of recovery: losses with their causes, the time to serve again, dropped messages."""
 
 from __future__ import annotations
 
@@ -35,8 +32,10 @@ class RecoveryMetrics(Collector):
         self._phases_s = dict.fromkeys(PHASES, 0.0)
         """How long the term that is to come has waited for each."""
         self._num_held = self._num_tickets = 0
-        self._num_unlogged: Callable[[], int] = int
-        self._num_spares: Callable[[], int] = int
+        self.num_unlogged: Callable[[], int] = int
+        """Counts the calls that the event log lacks."""
+        self.num_spares: Callable[[], int] = int
+        """Counts the ready spares, for any thread."""
         self._seats: tuple[str, ...] = ()
         self._num_lost = 0
         self._recorded = Recorded(registry, RECOVERY)
@@ -44,20 +43,11 @@ class RecoveryMetrics(Collector):
 
     # --- the controller's thread ---
 
-    def log_with(self, num_dropped: Callable[[], int]) -> None:
-        """Set the source of the number of calls that the event log lacks."""
-        self._num_unlogged = num_dropped
-
-    def count_spares_with(self, num_ready: Callable[[], int]) -> None:
-        """Set the source of the number of ready spares, for any thread."""
-        self._num_spares = num_ready
-
     def seats(self, states: tuple[str, ...]) -> None:
         """Take the state of each seat, one of SEAT_STATES."""
         self._seats = states
 
     def lost(self, kind: str, cause: str) -> None:
-        """Record the loss of a member of this kind."""
         self._num_lost += 1
         self._recorded.count("members_lost", kind, cause)
 
@@ -85,7 +75,6 @@ class RecoveryMetrics(Collector):
             self._ended_s = None
 
     def submitted_again(self) -> None:
-        """Record that a front end submits a request again."""
         self._recorded.count("request_attempts")
 
     def placed(self, attempt: int, prompt_len: int, num_cached: int) -> None:
@@ -102,7 +91,6 @@ class RecoveryMetrics(Collector):
         self._num_held, self._num_tickets = num_held, num_tickets
 
     def dropped(self, report: Report) -> None:
-        """Record that a report of an earlier term was dropped."""
         kind = re.sub("(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
         self._recorded.count("stale_messages", kind)
 
@@ -117,11 +105,10 @@ class RecoveryMetrics(Collector):
             "recovers_for_s": None if ended_s is None else round(self._now_s() - ended_s, 1),
             "held": self._num_held,
             "seats": self._seats,
-            "spares": self._num_spares(),
+            "spares": self.num_spares(),
         }
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one sample of each known metric."""
         seats = {state: self._seats.count(state) for state in SEAT_STATES}
         return families(
             {
@@ -129,7 +116,7 @@ class RecoveryMetrics(Collector):
                 "recovering": self._ended_s is not None,
                 "requests_held": self._num_held,
                 "tickets_open": self._num_tickets,
-                "seats": {**seats, "spare": self._num_spares()},
-                "event_log_dropped": self._num_unlogged(),
+                "seats": {**seats, "spare": self.num_spares()},
+                "event_log_dropped": self.num_unlogged(),
             }
         )

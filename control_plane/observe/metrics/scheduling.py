@@ -112,7 +112,6 @@ class SchedulingMetrics(Collector):
         self._recorded.observe("cp_degree", cp_degree)
 
     def binding_changed(self) -> None:
-        """Record that a placed request was re-bound, or its KV binding changed."""
         self._recorded.count("binding_changes")
 
     def moving(self, num_pages: int) -> None:
@@ -120,11 +119,9 @@ class SchedulingMetrics(Collector):
         self._recorded.count("pages_moved", by=num_pages)
 
     def preempted(self) -> None:
-        """Record that a request must wait for frames again."""
         self._recorded.count("num_preemptions")
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the state after the latest call."""
         now = self._decided
         head_us = now.head_arrived_us
         loads = {i: load for i, load in enumerate(now.loads) if load.num_frames}

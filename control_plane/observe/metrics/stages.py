@@ -1,7 +1,4 @@
-"""Metrics of the bubbles of a pipeline's stages: their waits by cause.
-
-docs/use/operate.md explains the names.
-"""
+"""Metrics of the bubbles of a pipeline's stages: their waits by cause."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ class StageMetrics(Collector):
         return {cause: us / total_us for cause, us in zip(WAIT_CAUSES, waits_us, strict=True)}
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one sample for each stage and cause."""
         waits_s = {
             (stage, cause): us / 1e6
             for stage, sums_us in enumerate(self._sums_us)

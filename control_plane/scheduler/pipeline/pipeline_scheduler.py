@@ -68,11 +68,10 @@ class PipelineScheduler(SchedulerBase):
         pipeline: PipelineConfig,
         rows: PassRows | None = None,
     ) -> None:
-        """cluster: that of one instance; its frames are those of every stage.
+        """cluster: of one instance, whose frames are those of every stage.
 
-        rows: they say what a pass takes. None: as the pipeline says.
-
-        Raises ValueError if it has more instances, or for an unknown layer policy.
+        rows: choose a pass's tokens; None: as the pipeline says. Raises ValueError for more
+        instances, or an unknown layer policy.
         """
         if cluster.num_instances != 1:
             raise ValueError(
@@ -90,9 +89,9 @@ class PipelineScheduler(SchedulerBase):
         """When front ends are waited for no longer; None if all have submitted."""
         self._handlers |= {
             PassDone: self._pass_done,
-            StageWorked: self._stage_worked,
-            LayersMoved: self._layers_moved,
-            LayoutWanted: self._layout_wanted,
+            StageWorked: lambda event: self.layouts.speeds.ran(event.stage, event.number, event.us),
+            LayersMoved: lambda event: self.layouts.reported(event.number),
+            LayoutWanted: lambda event: self.layouts.ask(event.split),
             Regrouped: self._regrouped,
         }
 
@@ -120,8 +119,6 @@ class PipelineScheduler(SchedulerBase):
 
         The plan has a pass if a row can go on and at most `PassRows.max_in_flight` passes are in
         flight: the one that comes on top waits at the first stage.
-
-        now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
         self._admission.begin_call(now_us)
         for event in events:
@@ -173,15 +170,6 @@ class PipelineScheduler(SchedulerBase):
         self._prompts_in = {i: n for i, n in self._prompts_in.items() if n > event.number}
         self.requests.free(*self._quarantine.windows_reported([(0, event.number)]))
         self._oldest += 1
-
-    def _stage_worked(self, event: StageWorked) -> None:
-        self.layouts.speeds.ran(event.stage, event.number, event.us)
-
-    def _layers_moved(self, event: LayersMoved) -> None:
-        self.layouts.reported(event.number)
-
-    def _layout_wanted(self, event: LayoutWanted) -> None:
-        self.layouts.ask(event.split)
 
     def _regrouped(self, event: Regrouped) -> None:
         """Every stage begins anew, with the layers of the start: all requests come back."""

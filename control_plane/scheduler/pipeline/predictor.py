@@ -30,7 +30,7 @@ class PassTimes(NamedTuple):
     dense_us: float = 0.0
     """Time of one dense layer."""
     dense_layers: int = 0
-    """Time of one layer, with experts if some are dense."""
+    """The first layers."""
     stage_us: float = 0.0
     """Time of any stage besides its layers and sampling."""
 

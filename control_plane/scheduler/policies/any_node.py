@@ -9,9 +9,9 @@ from control_plane.scheduler.policies.dual_balanced import (
     DualBalanced,
     degree_limit,
     num_instances_needed,
+    water_filled,
 )
 from control_plane.scheduler.policies.policy import Policy
-from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, num_pages
@@ -42,12 +42,7 @@ class DualBalancedAnyNode(Policy):
         others = sorted(
             (i for i in instances if i != moe_binding), key=lambda i: (state.loads.kv_tokens(i), i)
         )
-        members = [moe_binding, *others[: degree - 1]]
-        shares = waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
-        return Proposal(
-            moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
-        )
+        return water_filled(state, [moe_binding, *others[: degree - 1]], pages)
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)

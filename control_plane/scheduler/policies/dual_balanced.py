@@ -39,11 +39,7 @@ class DualBalanced(Policy):
             return Proposal(moe_binding, {moe_binding: pages})
         # A request that fills more instances than that takes more, from other nodes if it must.
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
-        members = choose_members(state, moe_binding, degree)
-        shares = waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
-        return Proposal(
-            moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
-        )
+        return water_filled(state, choose_members(state, moe_binding, degree), pages)
 
     def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
         """Explain node, MoE binding, degree and levels, in the rule's order."""
@@ -142,6 +138,12 @@ def num_instances_needed(state: ClusterState, pages: int) -> int:
 def degree_limit(state: ClusterState, pages: int) -> int:
     """Return the most instances that can share the pages, within max_partials."""
     return min(pages, len(state.open), 1 + state.bounds.max_partials)
+
+
+def water_filled(state: ClusterState, members: Sequence[int], pages: int) -> Proposal:
+    """Propose the first member as MoE binding, and the pages over all by WaterFill."""
+    shares = waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
+    return Proposal(members[0], {i: n for i, n in zip(members, shares, strict=True) if n})
 
 
 def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:

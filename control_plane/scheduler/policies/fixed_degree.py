@@ -8,6 +8,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     DualBalanced,
     choose_members,
     degree_limit,
+    least_rows_instance,
     least_rows_node,
     num_instances_needed,
 )
@@ -36,14 +37,10 @@ class FixedDegree(Policy):
         degree = min(
             max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages)
         )
-        node = least_rows_node(state)
-        moe_binding = min(
-            node, key=lambda i: (state.loads.num_rows[i], state.loads.kv_tokens(i), i)
-        )
+        moe_binding = least_rows_instance(state, least_rows_node(state))
         members = choose_members(state, moe_binding, degree)
         rest = waterfill([num_pages(state.loads.kv_tokens(i)) + 1 for i in members], pages - degree)
         return Proposal(moe_binding, {i: 1 + share for i, share in zip(members, rest, strict=True)})
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)

@@ -8,9 +8,9 @@ from control_plane.scheduler.policies.dual_balanced import (
     choose_members,
     degree_limit,
     num_instances_needed,
+    water_filled,
 )
 from control_plane.scheduler.policies.policy import Policy
-from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import num_pages
@@ -32,15 +32,7 @@ class OneInstance(Policy):
         pages = num_pages(arrival.prompt_len)
         instance = min(state.open, key=lambda i: self._load(state, arrival, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
-        members = choose_members(state, instance, degree)
-        shares = (
-            waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
-            if degree > 1
-            else [pages]
-        )
-        return Proposal(
-            instance, {i: share for i, share in zip(members, shares, strict=True) if share}
-        )
+        return water_filled(state, choose_members(state, instance, degree), pages)
 
 
 def least_batch() -> OneInstance:

@@ -60,7 +60,6 @@ def make_policy(config: SchedulerConfig) -> Policy:
 
 
 def _imported(config: SchedulerConfig, module: str, name: str) -> Policy:
-    """Raises ValueError saying what the policy lacks."""
     try:
         made: Policy = getattr(import_module(module), name)(config)
     except (ImportError, AttributeError, TypeError) as error:

@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 
 
 class Lanes:
-    """The lanes of all rows in windows; all are lane 0 if the configuration has one lane."""
+    """The lanes of all rows in windows."""
 
     def __init__(self, num_instances: int, config: SchedulerConfig | None = None) -> None:
         """config: None for one lane."""
@@ -49,7 +49,7 @@ class Lanes:
             return 0
         costs = self._costs(request)
         if self._mode == "random":
-            lane = self._draw(request.request_id)
+            lane = self._draw(request.request_id, NUM_LANES)
         else:
             loads = [sum(load[instance] for instance in costs) for load in self._loads]
             lane = loads.index(min(loads))
@@ -80,7 +80,7 @@ class Lanes:
         self._put(request_id, place._replace(lane=1 - place.lane))
 
     def drifted(self) -> list[int]:
-        """Return rows, one for each instance at most, whose change makes the lanes more alike."""
+        """Return rows whose change makes lanes more alike; one an instance."""
         if not self._places:
             return []
         gaps = [first - second for first, second in zip(*self._loads, strict=True)]
@@ -97,19 +97,11 @@ class Lanes:
                 drifted[moe_binding] = request_id
         return list(drifted.values())
 
-    def two_lanes(self, window: int, num_rows: int, num_links: int) -> bool:
-        """Return whether a window runs in two lanes, by measured times.
-
-        num_rows, num_links: of the instance with most.
-        """
-        match self._mode:
-            case "off":
-                return False
-            case "always":
-                return True
-            case "random":
-                return bool(self._draw(window))
-        return self._config.lanes_pay(num_rows, num_links)
+    def order(self, window: int, num_rows: int, num_links: int) -> int:
+        """Return a window's order. num_rows, num_links: of the instance with most."""
+        if self._mode == "random":
+            return self._draw(window, 1 + len(self._config.lane_orders))
+        return self._config.lane_order(num_rows, num_links)
 
     def _costs(self, request: Request) -> dict[int, int]:
         prices = self._config.costs
@@ -130,6 +122,6 @@ class Lanes:
         for instance, cost in place.costs.items():
             load[instance] += sign * cost
 
-    def _draw(self, number: int) -> int:
+    def _draw(self, number: int, num_choices: int) -> int:
         text = f"lanes {self._config.chaos_seed} {number}".encode()
-        return blake2b(text, digest_size=1).digest()[0] & 1
+        return blake2b(text, digest_size=1).digest()[0] % num_choices

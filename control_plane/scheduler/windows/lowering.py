@@ -232,7 +232,7 @@ class Lowering:
         window: int,
         first_step: int,
         num_steps: int,
-        two_lanes: bool = False,
+        two_lanes: int = 0,
         num_drafts: int = 0,
     ) -> tuple[InstancePlan, ...]:
         """Return the window's plans, one for each instance of the term."""

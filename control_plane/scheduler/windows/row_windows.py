@@ -82,12 +82,12 @@ class RowWindows:
     def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
         """Issue the next window to every instance; return its number and plans."""
         window, state = self.next_window, self._state
-        two_lanes = False
+        two_lanes = 0
         if self._lanes.is_on:
             self._lowering.level_lanes(state.requests)
             num_links = max(map(state.committed.num_links, range(len(state.loads.num_rows))))
             num_rows = max((state.loads.num_rows[i] for i in state.open), default=0)
-            two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
+            two_lanes = self._lanes.order(window, num_rows, num_links)
         num_drafts = self.drafts.within(self._num_drafts, state.committed, state.bounds)
         plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes, num_drafts)
         self.in_flight.append(window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from data_plane.model.attention_kinds.delta import DeltaConfig, DeltaNames
@@ -41,16 +42,6 @@ _KIMI = DeltaNames(
     output="o_proj",
 )
 _LING = _KIMI._replace(prefix="attention.", gate=("g_proj",), decay=("f_proj",), output="dense")
-
-
-def qwen3_next(raw: Fields) -> LinearLayers:
-    """Read Qwen3-Next's."""
-    return _gated_delta_net(raw, _QWEN3_NEXT)
-
-
-def qwen3_5(raw: Fields) -> LinearLayers:
-    """Read Qwen3.5's, whose tensors are stored in another form."""
-    return _gated_delta_net(raw, _QWEN3_5)
 
 
 def kimi_linear(raw: Fields) -> LinearLayers:
@@ -117,6 +108,10 @@ def _gated_delta_net(raw: Fields, names: DeltaNames) -> LinearLayers:
         names=names,
     )
     return LinearLayers(delta, _indices(raw, None, "full_attention_interval"))
+
+
+qwen3_next = partial(_gated_delta_net, names=_QWEN3_NEXT)
+qwen3_5 = partial(_gated_delta_net, names=_QWEN3_5)
 
 
 def _kimi_delta(

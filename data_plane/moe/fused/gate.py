@@ -18,6 +18,7 @@ from data_plane.moe.fused.state import (
     publish,
     word,
 )
+from data_plane.moe.gpu.gate import name_slots
 
 _BLOCK_ROWS = tl.constexpr(64)
 
@@ -94,8 +95,8 @@ def in_best_groups(choice, expert, is_expert, S: tl.constexpr):
 
 
 @triton.jit
-def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
-    """Choose a row's experts and their weights, as gate.gate does; ties go to the lowest number."""
+def choose_task(item, task, state, rows, weights, instance, num_rows, S: tl.constexpr):
+    """Choose a row's experts, as gate.gate does, and name their slots; ties go to the lowest."""
     G: tl.constexpr = S.num_experts
     row = item * S.gate_m + task
     expert = tl.arange(0, S.pad_g)
@@ -128,7 +129,9 @@ def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
         weight = tl.where(k == each, tl.sum(tl.where(expert == best, score, 0.0), 0), weight)
     if S.weights_normalised:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    tl.store(state.chosen + row * S.per_row + k, chosen.to(tl.int64), mask=k < S.per_row)
+    is_live = tl.load(rows.live + row) != 0
+    number = name_slots(weights.number, chosen, row + instance, is_live, k < S.per_row)
+    tl.store(state.chosen + row * S.per_row + k, number, mask=k < S.per_row)
     tl.store(state.weight + row * S.per_row + k, weight * S.routed_scale, mask=k < S.per_row)
     tl.debug_barrier()
     done = tl.atomic_add(word(state, CHOSEN), 1, sem="acq_rel", scope="gpu")
@@ -137,22 +140,21 @@ def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
 
 
 @triton.jit
-def route_task(task, state, rows, instance, num_rows, S: tl.constexpr):
-    """Find the live rows that have an expert at one target, and publish their dispatch.
+def route_task(task, state, instance, num_rows, S: tl.constexpr):
+    """Find the rows that name a slot of one target, and publish their dispatch.
 
     Targets' order differs by instance, so not all send to one at a time.
     """
     target = (instance + 1 + task) % S.num_instances
     k = tl.arange(0, S.pad_k)
-    count = target * 0
+    count, first = target * 0, target * S.num_here
     for begin in range(0, num_rows, _BLOCK_ROWS):
         row = begin + tl.arange(0, _BLOCK_ROWS)
         is_pair = (row < num_rows)[:, None] & (k < S.per_row)[None, :]
         pair_ptr = state.chosen + row[:, None] * S.per_row + k[None, :]
-        expert = tl.load(pair_ptr, mask=is_pair, other=0)
-        is_there = is_pair & (tl.load(state.seat + expert, mask=is_pair, other=-1) == target)
-        is_live = tl.load(rows.live + row, mask=row < num_rows, other=0) != 0
-        visits = (tl.max(is_there.to(tl.int32), 1) > 0) & is_live
+        number = tl.load(pair_ptr, mask=is_pair, other=-1)
+        is_there = (number >= first) & (number < first + S.num_here)
+        visits = tl.max(is_there.to(tl.int32), 1) > 0
         slot = count + tl.cumsum(visits.to(tl.int32), 0) - 1
         tl.store(state.row + target * S.max_rows + slot, row, mask=visits)
         slot_ptr = state.slot + target * S.max_rows + row

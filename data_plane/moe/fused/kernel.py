@@ -100,13 +100,13 @@ def run_task(
 ):
     """Run a claimed task to its end."""
     if queue == RETURN:
-        return_task(item, task, state, rows, weights, own, instance, epoch, S)
+        return_task(item, task, state, rows, own, instance, epoch, S)
     elif queue == DISPATCH:
         dispatch_task(item, task, state, rows, instance, epoch, S)
     elif queue == ROUTE:
-        route_task(task, state, rows, instance, num_rows, S)
+        route_task(task, state, instance, num_rows, S)
     elif queue == CHOOSE:
-        choose_task(item, task, state, weights, num_rows, S)
+        choose_task(item, task, state, rows, weights, instance, num_rows, S)
     elif queue == GATE:
         gate_task(task, state, rows, weights, num_rows, S)
     elif queue == OUTPUT:
@@ -159,7 +159,7 @@ def store_block(state, block, expert, index, first, size, S: tl.constexpr, mask=
 
 
 @triton.jit
-def take_in(state, weights, own, source, is_new, count, epoch, S: tl.constexpr):
+def take_in(state, instance, own, source, is_new, count, epoch, S: tl.constexpr):
     """Make one wave of the new sources' rows: lists of pairs by expert, row blocks, items.
 
     source, is_new, count: [pad_n]. Called under the lock.
@@ -169,7 +169,7 @@ def take_in(state, weights, own, source, is_new, count, epoch, S: tl.constexpr):
     number_ptr = state.counter + S.at_expert + expert
     none = expert * 0
     before = tl.atomic_add(number_ptr, none, mask=expert < S.num_here, sem="relaxed", scope="gpu")
-    expert_ptr = field(own, S.dispatch_expert, weights.place)
+    named_ptr = field(own, S.dispatch_number, state.chosen)
     for n in range(S.num_instances):
         if tl.sum(tl.where(source == n, is_new.to(tl.int32), 0)) > 0:
             num_pairs = tl.sum(tl.where(source == n, count, 0)) * S.per_row
@@ -177,9 +177,9 @@ def take_in(state, weights, own, source, is_new, count, epoch, S: tl.constexpr):
             region = (first_region(epoch, S) + n) * S.max_rows * S.per_row
             for begin in range(0, num_pairs, _BLOCK_PAIRS):
                 number = begin + tl.arange(0, _BLOCK_PAIRS)
-                visited = tl.load(expert_ptr + region + number, mask=number < num_pairs, other=0)
-                place = tl.load(weights.place + visited, mask=number < num_pairs, other=-1)
-                is_here = (number < num_pairs) & (place >= 0)
+                named = tl.load(named_ptr + region + number, mask=number < num_pairs, other=-1)
+                place = named.to(tl.int32) - instance * S.num_here
+                is_here = (place >= 0) & (place < S.num_here)
                 at = tl.atomic_add(
                     state.counter + S.at_expert + place, is_here.to(tl.int32), mask=is_here,
                     sem="relaxed", scope="gpu",
@@ -231,7 +231,7 @@ def add(ptr, value):
 
 
 @triton.jit
-def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
+def sweep(state, instance, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
     is_late, is_ended: an awaited peer then becomes the error. So do a flag that is ahead, and a
@@ -260,7 +260,7 @@ def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constex
     if tl.max(is_wrong.to(tl.int32), 0) > 0:
         blame(state, 3, source, is_wrong, epoch, tl.where(is_over, -count, found), S)
     elif tl.max(is_new.to(tl.int32), 0) > 0:
-        take_in(state, weights, own, source, is_new, count, epoch, S)
+        take_in(state, instance, own, source, is_new, count, epoch, S)
         add(state.statistic + 1, 1)
         progress = 1
     is_missing = is_out & (found < epoch)
@@ -374,7 +374,7 @@ def fused_kernel(
             if polls % _POLLS_A_LOOK == _POLLS_A_LOOK - 1:
                 is_ended = is_term_over(state.peer, S.num_instances)
             if tl.atomic_cas(word(state, LOCK), 0, 1, sem="acq_rel", scope="gpu") == 0:
-                progress = sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S)
+                progress = sweep(state, instance, own, num_rows, is_late, is_ended, epoch, S)
                 tl.debug_barrier()
                 tl.atomic_xchg(word(state, LOCK), 0, sem="release", scope="gpu")
             polls += (is_idle & (progress == 0)).to(tl.int32)

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from data_plane.graph.lane_parts import EXPERTS, LanePart
 from data_plane.kernels.norm import add_norm
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import MoeWeights
@@ -27,9 +28,10 @@ from data_plane.moe.fused.state import (
 )
 from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.gpu.grouped import GroupedExperts
+from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotNames
 from data_plane.transport.exchange import Channel
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
-from nanocp.values.experts import ExpertTable, home_table
+from nanocp.values.experts import ExpertTable
 
 _UNLIMITED = 2**31 - 1
 _RESERVED_SMS = 2
@@ -74,7 +76,7 @@ TILES_FP32 = FusedTiles(64, 64, 32, 1024, 8, 4, 2)
 
 
 def tiles_for(dtype: torch.dtype, is_fp8: bool) -> FusedTiles:
-    """Choose the tiles for rows of this dtype, and FP8 weights or plain ones."""
+    """Choose the tiles by dtype and kind of weights."""
     if dtype == torch.float32:
         return TILES_FP32
     return TILES_FP8 if is_fp8 else TILES_16_BIT
@@ -115,10 +117,10 @@ class FusedMoe:
         tiles: FusedTiles | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """num_here: most experts here in a layer, without shared ones.
+        """num_here: slots in a layer, without shared experts.
 
-        max_rows: the same on every instance. is_fp8: of experts. num_programs: of a launch, by
-        default as many as fit the GPU.
+        Like max_rows, it is the same on every instance. is_fp8: of experts. num_programs: of a
+        launch, by default as many as fit the GPU.
         """
         self._exchange, self._device = exchange, device
         is_card = device.type != "cpu"
@@ -141,9 +143,6 @@ class FusedMoe:
         """[6] int64: FusedState.statistic since the start."""
         self.counter = ints(shape.num_counters)
         """[num_counters] int32: the state of the epoch, zero between epochs."""
-        self.seat = ints(model.num_experts, dtype=torch.int64)
-        """[num_experts] int64: the instance of each expert."""
-        self.place_experts(home_table(model.num_experts, num_instances))
         num_shared = shape.num_shared
         num_products = shape.num_pairs + num_shared * max_rows
         pair = torch.zeros(num_here + num_shared, num_instances * max_rows, dtype=torch.int32)
@@ -163,10 +162,6 @@ class FusedMoe:
             "inner": rows(num_products, model.expert_size),
             "product": rows(num_products, model.hidden_size),
         }
-
-    def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert."""
-        self.seat.copy_(torch.tensor(table.seats, dtype=torch.int64))
 
     def begin_term(self) -> None:
         """Begin at epoch 1 again, as the exchange does; no launch may run."""
@@ -211,55 +206,64 @@ class FusedMoe:
         """Return this instance's memory in the kernel's form."""
         peer, error = self._exchange.table, self._exchange.error
         return FusedState(
-            peer=peer, error=error, epoch=self.epoch, counter=self.counter, seat=self.seat,
+            peer=peer, error=error, epoch=self.epoch, counter=self.counter,
             statistic=self.statistic, **self._tables,
         )  # fmt: skip
 
-    def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[None, None, None]:
+    def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[LanePart, None, None]:
         """Launch until the epoch is complete; yield where the other instances must launch too."""
         before, max_idle = int(self.epoch), _TURN_NS if self.shape.is_card else 1
         for turn in range(_TURNS):
             if turn:
-                yield
+                yield EXPERTS
             if int(self.epoch) == before:
                 self.launch(rows, weights, max_idle=max_idle, is_last=turn == _TURNS - 1)
 
 
-def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
-    """Return a layer's weights in the kernel's form."""
+def fused_weights(moe: MoeWeights, experts: GroupedExperts, number_ER: Tensor) -> FusedWeights:
+    """Return a layer's weights in the kernel's form. number_ER: SlotNames.of the layer."""
     gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
-    tensors = [moe.gate, gate_bias, experts.place_E]
+    tensors = [moe.gate, gate_bias, number_ER]
     for weight in (experts.gate_up, experts.down):
         plain = isinstance(weight, Tensor)
         tensors += [weight, weight] if plain else [weight.values, weight.scale]
     return FusedWeights(*tensors)
 
 
-class FusedMixtures:
-    """The MoE layers of one instance, each one launch; a mixture.NormedMixture."""
+class FusedMixtures(NormedMixture):
+    """The MoE layers of one instance, each one launch."""
 
-    def __init__(self, fused: FusedMoe, weights: GpuWeights, norm_eps: float) -> None:
+    parts = ()
+
+    def __init__(
+        self, fused: FusedMoe, weights: GpuWeights, norm_eps: float, names: SlotNames
+    ) -> None:
         """weights: placed for a fused MoE layer (gpu_weights.place_weights)."""
-        self.fused, self._eps = fused, norm_eps
+        self.fused, self._eps, self._names = fused, norm_eps, names
         self._layers, self._experts = weights.weights.layers, weights.experts
         self.takes_turns = weights.weights.embedding.device.type == "cpu"
         """True if instances share one thread, so no launch may wait for peers."""
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Begin another term: forget an abandoned epoch."""
         self.fused.begin_term()
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert."""
-        self.fused.place_experts(table)
+        self._names.place(table)
 
     def phases(
-        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X)."""
+        self,
+        x_BX: Tensor,
+        normed_BX: Tensor,
+        live_B: Tensor,
+        layer: int,
+        norm_X: Tensor,
+        probe: MoeProbe,
+    ) -> Generator[LanePart, None, tuple[Tensor, Tensor]]:
+        probe("expert")  # One launch is all of it.
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
-        rows, weights = self.fused.rows(x_BX, normed_BX, live_B), fused_weights(moe, experts)
+        rows = self.fused.rows(x_BX, normed_BX, live_B)
+        weights = fused_weights(moe, experts, self._names.of(layer))
         if self.takes_turns:
             yield from self.fused.turns(rows, weights)
         else:
@@ -347,7 +351,7 @@ def _shape(
         num_counters=starts[6],
         dispatch_flag=dispatch.flag_offset,
         dispatch_count=dispatch.cell_offset,
-        dispatch_expert=offset["expert"],
+        dispatch_number=offset["number"],
         dispatch_weight=offset["weight"],
         dispatch_hidden=offset["hidden"],
         combine_flag=combine.flag_offset,

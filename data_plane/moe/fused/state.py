@@ -22,7 +22,7 @@ class FusedShape(NamedTuple):
     width: int
     """I."""
     num_here: int
-    """E."""
+    """E, slots of every instance."""
     num_shared: int
     """V; each is one more expert here, visited by all rows of this instance."""
     num_experts: int
@@ -72,7 +72,7 @@ class FusedShape(NamedTuple):
     num_counters: int
     dispatch_flag: int
     dispatch_count: int
-    dispatch_expert: int
+    dispatch_number: int
     dispatch_weight: int
     dispatch_hidden: int
     combine_flag: int
@@ -92,12 +92,10 @@ class FusedState(NamedTuple):
     """[1] int64: complete epochs."""
     counter: Any
     """[num_counters] int32: zero between epochs."""
-    seat: Any
-    """[G] int64: the instance of each expert."""
     score: Any
     """[gate_parts, R, G] fp32."""
     chosen: Any
-    """[R, K] int64: the experts of each row."""
+    """[R, K] int64: the slots that each row names; -1: it is not live."""
     weight: Any
     """[R, K] fp32."""
     count: Any
@@ -143,8 +141,8 @@ class FusedWeights(NamedTuple):
     """[G, X] fp32."""
     gate_bias: Any
     """[G] fp32, only for the choice."""
-    place: Any
-    """[G] int64: the slot of each expert here, or -1."""
+    number: Any
+    """[G, 64] int32: SlotNames.of the layer."""
     gate_up: Any
     """[E + V, 2I, X]."""
     gate_up_scale: Any

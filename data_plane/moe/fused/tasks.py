@@ -63,12 +63,12 @@ def dispatch_task(target, part, state, rows, instance, epoch, S: tl.constexpr):
     count = tl.load(state.count + target)
     base = tl.load(state.peer + target)
     region = first_region(epoch, S) + instance
-    expert_ptr = rows_of(base, S.dispatch_expert, state.chosen, region, S, K)
+    number_ptr = rows_of(base, S.dispatch_number, state.chosen, region, S, K)
     weight_ptr = rows_of(base, S.dispatch_weight, state.weight, region, S, K)
     hidden_ptr = rows_of(base, S.dispatch_hidden, rows.x, region, S, X)
     for slot in range(part, count, num_parts(count, S)):
         row = tl.load(state.row + target * S.max_rows + slot).to(tl.int64)
-        copy(state.chosen + row * K, expert_ptr + slot * K, K, S.pad_k)
+        copy(state.chosen + row * K, number_ptr + slot * K, K, S.pad_k)
         copy(state.weight + row * K, weight_ptr + slot * K, K, S.pad_k)
         copy(rows.x + row * X, hidden_ptr + slot * X, X, S.block_x)
     if (part == 0) & (base != 0):
@@ -212,7 +212,7 @@ def publish_returns(state, source, is_due, own, epoch, S: tl.constexpr):
 
 
 @triton.jit
-def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.constexpr):
+def return_task(item, task, state, rows, own, instance, epoch, S: tl.constexpr):
     """Sum part of a source's rows over their experts here, ascending k, and return the sums."""
     R: tl.constexpr = S.max_rows
     K: tl.constexpr = S.per_row
@@ -220,7 +220,7 @@ def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.co
     BX: tl.constexpr = S.block_x
     from_region = first_region(epoch, S) + item
     count = tl.load(field(own, S.dispatch_count, state.count) + from_region)
-    expert_ptr = rows_of(own, S.dispatch_expert, state.chosen, from_region, S, K)
+    number_ptr = rows_of(own, S.dispatch_number, state.chosen, from_region, S, K)
     weight_ptr = rows_of(own, S.dispatch_weight, state.weight, from_region, S, K)
     base = tl.load(state.peer + item)
     to_region = first_region(epoch, S) + instance
@@ -231,8 +231,8 @@ def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.co
             column = begin + tl.arange(0, S.block_x)
             acc = tl.zeros([BX], tl.float32)
             for k in range(K):
-                place = tl.load(weights.place + tl.load(expert_ptr + slot * K + k))
-                if place >= 0:
+                place = tl.load(number_ptr + slot * K + k).to(tl.int32) - instance * S.num_here
+                if (place >= 0) & (place < S.num_here):
                     product = tl.load(
                         state.product + (pair + k) * X + column, mask=column < X, other=0.0
                     )

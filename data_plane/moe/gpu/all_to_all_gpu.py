@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data_plane.graph.lane_parts import COMBINE, EXPERTS, WAIT, LanePart
 from data_plane.kernels.norm import gated
 from data_plane.model.config import ModelConfig
 from data_plane.model.layers import shared_experts
@@ -23,28 +24,26 @@ from data_plane.moe.gpu.grouped import GroupedExperts
 from data_plane.moe.gpu.pairs import Pairs, find_arrived_pairs, find_pairs
 from data_plane.moe.gpu.rows import route_rows
 from data_plane.moe.gpu.sums import return_sums, sum_pairs, sum_returned
+from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotNames
 from data_plane.transport.exchange import Channel
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
-from nanocp.values.experts import ExpertTable, home_table
+from nanocp.values.experts import ExpertTable
 
 
 class GpuAllToAll(Protocol):
-    """The MoE all-to-all of a captured step: dispatch, run_experts, combine, in this order.
+    """The MoE all-to-all of a captured step: its calls in the order of its methods."""
 
-    Instances in one thread take turns, one call each.
-    """
+    def dispatch(self, x_BX: Tensor, number_BK: Tensor, weight_BK: Tensor) -> Any:
+        """Send rows to the slots that they name (gpu.gate). weight_BK: fp32."""
 
-    def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert. Raises ValueError if it cannot send rows there."""
-
-    def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
-        """Send the live rows to the instances of their experts.
-
-        expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
-        """
+    def receive(self, dispatched: Any) -> None:
+        """Wait for the rows of all instances."""
 
     def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
         """Run the experts here on all arrived rows, and send the sums back."""
+
+    def receive_sums(self, dispatched: Any) -> None:
+        """Wait for the sums of all instances."""
 
     def combine(
         self, dispatched: Any, x_BX: Tensor, shared_BX: Tensor | None, norm_X: Tensor, eps: float
@@ -57,34 +56,60 @@ def gated_rows(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
     return mlp.down(gated(mlp.gate_up(x_BX)))
 
 
-class GpuMixtures:
-    """The MoE layers of one instance over an all-to-all: a mixture.NormedMixture."""
+class GpuMixtures(NormedMixture):
+    """The MoE layers of one instance over an all-to-all."""
 
-    def __init__(self, all_to_all: GpuAllToAll, model: ModelConfig, weights: GpuWeights) -> None:
-        self._all_to_all, self._model = all_to_all, model
+    parts = (WAIT, EXPERTS, WAIT, COMBINE)
+
+    def __init__(
+        self,
+        all_to_all: GpuAllToAll,
+        model: ModelConfig,
+        weights: GpuWeights,
+        names: SlotNames,
+        exchange: GpuExchange,
+    ) -> None:
+        """exchange: knows the seat once attached."""
+        self.all_to_all, self._model = all_to_all, model
+        self._names, self._exchange = names, exchange
         self._layers, self._experts = weights.weights.layers, weights.experts
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Do nothing: the exchange knows the term's instances."""
+        """Do nothing: the exchange knows them."""
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert, or raise ValueError."""
-        self._all_to_all.place_experts(table)
+        self._names.place(table)
 
     def phases(
-        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return (x_BX plus the MoE layer of normed_BX, the same normed by norm_X)."""
+        self,
+        x_BX: Tensor,
+        normed_BX: Tensor,
+        live_B: Tensor,
+        layer: int,
+        norm_X: Tensor,
+        probe: MoeProbe,
+    ) -> Generator[LanePart, None, tuple[Tensor, Tensor]]:
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
-        expert_BK, weight_BK = gate(normed_BX, moe, self._model)
-        dispatched = self._all_to_all.dispatch(normed_BX, expert_BK, weight_BK, live_B)
+        probe("other")
+        number_ER, seat = self._names.of(layer), self._exchange.memory.instance
+        number_BK, weight_BK = gate(normed_BX, moe, self._model, live_B, number_ER, seat)
+        probe("dispatch_combine")
+        dispatched = self.all_to_all.dispatch(normed_BX, number_BK, weight_BK)
+        probe("other")
         # While the rows travel.
         shared_BX = shared_experts(normed_BX, moe, gated_rows)
-        yield
-        self._all_to_all.run_experts(dispatched, experts)
-        yield
-        return self._all_to_all.combine(dispatched, x_BX, shared_BX, norm_X, self._model.norm_eps)
+        yield WAIT
+        probe("dispatch_combine")
+        self.all_to_all.receive(dispatched)
+        yield EXPERTS
+        probe("expert")
+        self.all_to_all.run_experts(dispatched, experts)
+        yield WAIT
+        probe("dispatch_combine")
+        self.all_to_all.receive_sums(dispatched)
+        yield COMBINE
+        return self.all_to_all.combine(dispatched, x_BX, shared_BX, norm_X, self._model.norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +117,7 @@ class GpuDispatched:
     """A dispatch, as run_experts and combine need it."""
 
     x_BX: Tensor
-    expert_BK: Tensor
+    number_BK: Tensor
     weight_BK: Tensor
     count_N: Tensor
     """[N] int32, by instance."""
@@ -100,53 +125,48 @@ class GpuDispatched:
     """[N, B] int32: -1: not sent there."""
 
 
-class GpuExpertExchange:
-    """A GpuAllToAll over the exchange of GPUs."""
+class GpuExpertExchange(GpuAllToAll):
+    """Rows go over the exchange of GPUs."""
 
     def __init__(
         self,
         exchange: GpuExchange,
         *,
         num_instances: int,
-        num_experts: int,
+        num_here: int,
         max_rows: int,
         device: torch.device,
     ) -> None:
-        """max_rows: bound of a batch, equal on every instance; it sizes the receive buffers."""
+        """num_here: slots in a layer. max_rows: bound of a batch, which sizes receive buffers.
+
+        Both are equal on every instance.
+        """
         self._exchange = exchange
         self._num_instances = num_instances
-        home = home_table(num_experts, num_instances)
-        self._seat_E = torch.tensor(home.seats, dtype=torch.int64, device=device)
+        self._num_here = num_here
         self._max_rows = max_rows
         self._arrived_N = torch.zeros(num_instances, dtype=torch.int32, device=device)
 
-    def place_experts(self, table: ExpertTable) -> None:
-        """Set the instance of each expert."""
-        self._seat_E.copy_(torch.tensor(table.seats, dtype=torch.int64))
-
-    def dispatch(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
-    ) -> GpuDispatched:
-        """Send the live rows away, as GpuAllToAll.dispatch says."""
+    def dispatch(self, x_BX: Tensor, number_BK: Tensor, weight_BK: Tensor) -> GpuDispatched:
         count_N, row_NL, slot_NB = route_rows(
-            expert_BK,
-            live_B,
-            self._seat_E,
-            num_instances=self._num_instances,
-            num_slots=self._max_rows,
+            number_BK, self._num_here, self._num_instances, self._max_rows
         )
-        fields = {"expert": expert_BK, "weight": weight_BK, "hidden": x_BX}
+        fields = {"number": number_BK, "weight": weight_BK, "hidden": x_BX}
         self._exchange.put(Channel.DISPATCH, fields, count_N, row_NL)
-        return GpuDispatched(x_BX, expert_BK, weight_BK, count_N, slot_NB)
+        return GpuDispatched(x_BX, number_BK, weight_BK, count_N, slot_NB)
+
+    def receive(self, dispatched: GpuDispatched) -> None:
+        self._exchange.wait(Channel.DISPATCH, self._arrived_N)
 
     def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
-        """Run the experts on rows in place, and write sums where they are awaited."""
         sent, count_N = dispatched, self._arrived_N
-        self._exchange.wait(Channel.DISPATCH, count_N)
         pairs = find_arrived_pairs(
-            sent.x_BX, sent.expert_BK, self._exchange, count_N, experts.place_E, experts.num_here
+            sent.x_BX, sent.number_BK, self._exchange, count_N, self._num_here
         )
         return_sums(experts.run_pairs(pairs), pairs, count_N, sent.weight_BK, self._exchange)
+
+    def receive_sums(self, dispatched: GpuDispatched) -> None:
+        self._exchange.wait(Channel.COMBINE, dispatched.count_N)
 
     def combine(
         self,
@@ -156,8 +176,6 @@ class GpuExpertExchange:
         norm_X: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Add the returned sums, as GpuAllToAll.combine says."""
-        self._exchange.wait(Channel.COMBINE, dispatched.count_N)
         return sum_returned(x_BX, self._exchange, dispatched.slot_NB, shared_BX, norm_X, eps)
 
 
@@ -166,37 +184,30 @@ class AloneDispatched:
     """A batch with all its experts here."""
 
     x_BX: Tensor
-    expert_BK: Tensor
+    number_BK: Tensor
     weight_BK: Tensor
-    live_B: Tensor
     pairs: Pairs | None = None
     y: Tensor | None = None
 
 
-class GpuAlone:
-    """A GpuAllToAll of an instance with every expert: no row travels."""
+class GpuAlone(GpuAllToAll):
+    """An instance with every expert: no row travels."""
 
-    def place_experts(self, table: ExpertTable) -> None:
-        """Raise ValueError unless all experts are here."""
-        assert not any(table.seats), "one instance has every expert"
+    def dispatch(self, x_BX: Tensor, number_BK: Tensor, weight_BK: Tensor) -> AloneDispatched:
+        return AloneDispatched(x_BX, number_BK, weight_BK)
 
-    def dispatch(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
-    ) -> AloneDispatched:
-        """Keep the batch for run_experts."""
-        return AloneDispatched(x_BX, expert_BK, weight_BK, live_B)
+    def receive(self, dispatched: AloneDispatched) -> None:
+        """Do nothing: all rows are here."""
 
     def run_experts(self, dispatched: AloneDispatched, experts: GroupedExperts) -> None:
         """Run the experts, and the shared ones beside them."""
         pairs = dispatched.pairs = find_pairs(
-            dispatched.x_BX,
-            dispatched.expert_BK,
-            dispatched.live_B,
-            experts.place_E,
-            experts.num_here,
-            experts.num_shared,
+            dispatched.x_BX, dispatched.number_BK, experts.num_here, experts.num_shared
         )
         dispatched.y = experts.run_pairs(pairs)
+
+    def receive_sums(self, dispatched: AloneDispatched) -> None:
+        """Do nothing: all sums are here."""
 
     def combine(
         self,
@@ -206,7 +217,6 @@ class GpuAlone:
         norm_X: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Add each row's pairs, as GpuAllToAll.combine says."""
         pairs, y = dispatched.pairs, dispatched.y
         assert pairs is not None and y is not None, "run_experts comes before combine"
         return sum_pairs(x_BX, y, pairs, dispatched.weight_BK, shared_BX, norm_X, eps)

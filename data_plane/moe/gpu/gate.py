@@ -1,4 +1,4 @@
-"""The gate on a GPU in two launches: scores in pieces of the depth, then each row's choice.
+"""The gate on a GPU in two launches: scores in pieces of the depth, then each row's slots.
 
 The slow reference, with the legend, is moe/gate.py. A weight enters as the exact sum of three bf16
 numbers, so a score's error is fp32's: at most (width + 3) * 2**-23 of the sum of the products'
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import MoeWeights
+from nanocp.values.experts import MAX_REPLICAS
 
 
 class ScoreTiles(NamedTuple):
@@ -33,6 +34,7 @@ TILES_FP32 = ScoreTiles(32, 32, 16, 4, 2)
 NUM_PROGRAMS = 128
 """About the multiprocessors of a Hopper GPU: the depth is cut for this number."""
 MAX_PARTS = 32
+_WIDTH = tl.constexpr(1 + MAX_REPLICAS)
 
 
 @triton.jit
@@ -87,13 +89,23 @@ def _best(value, is_left, number):
 
 
 @triton.jit
+def name_slots(table_ptr, expert, row, is_live, inside):
+    """Name a row's slots (rows.name_slots). row: its place plus the seat."""
+    ptr = table_ptr + expert * _WIDTH
+    replicas = tl.load(ptr, mask=inside, other=1)
+    number = tl.load(ptr + 1 + row % replicas, mask=inside, other=0)
+    return tl.where(is_live, number, -1).to(tl.int64)
+
+
+@triton.jit
 def choose_kernel(
-    score_ptr, bias_ptr, expert_ptr, weight_ptr, num_rows, routed_scale, PARTS: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GROUPS_A_ROW: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    score_ptr, bias_ptr, live_ptr, table_ptr, number_ptr, weight_ptr, num_rows, seat, routed_scale,
+    PARTS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    GROUPS_A_ROW: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program b: choose row b's experts and their weights, as gate.gate does."""
+    """Program b: choose row b's experts, as gate.gate does, and name their slots."""
     row = tl.program_id(0)
     IN_GROUP: tl.constexpr = E // G
     group, place = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P)
@@ -142,7 +154,9 @@ def choose_kernel(
         weight = tl.where(k == each, own, weight)
     if IS_NORMALISED:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    tl.store(expert_ptr + row * K + k, chosen.to(tl.int64), mask=k < K)
+    is_live = tl.load(live_ptr + row) != 0
+    slot = name_slots(table_ptr, chosen, row + seat, is_live, k < K)
+    tl.store(number_ptr + row * K + k, slot, mask=k < K)
     tl.store(weight_ptr + row * K + k, weight * routed_scale, mask=k < K)
 
 
@@ -166,17 +180,20 @@ def gate_scores(x_BX: Tensor, gate_EX: Tensor) -> Tensor:
     return score
 
 
-def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Choose each row's experts, as gate.gate does: (ids [B, K] int64, weights [B, K] fp32)."""
+def gate(
+    x_BX: Tensor, moe: MoeWeights, config: ModelConfig, live_B: Tensor, number_ER: Tensor, seat: int
+) -> tuple[Tensor, Tensor]:
+    """Return each row's slots [B, K] int64 (rows.name_slots) and their weights [B, K] fp32."""
     num_rows, per_row = len(x_BX), config.num_experts_per_token
-    expert_BK = x_BX.new_empty(num_rows, per_row, dtype=torch.int64)
+    number_BK = x_BX.new_empty(num_rows, per_row, dtype=torch.int64)
     weight_BK = x_BX.new_empty(num_rows, per_row, dtype=torch.float32)
     if not num_rows:
-        return expert_BK, weight_BK
+        return number_BK, weight_BK
     score = gate_scores(x_BX, moe.gate)
     choose_kernel[(num_rows,)](
-        score, moe.gate if moe.gate_bias is None else moe.gate_bias, expert_BK, weight_BK,
-        num_rows, config.routed_scale, PARTS=len(score), E=config.num_experts, K=per_row,
+        score, moe.gate if moe.gate_bias is None else moe.gate_bias,
+        live_B.view(torch.uint8), number_ER, number_BK, weight_BK, num_rows, seat,
+        config.routed_scale, PARTS=len(score), E=config.num_experts, K=per_row,
         G=config.num_groups, GROUPS_A_ROW=config.num_groups_per_token,
         IS_SOFTMAX=config.softmax_gate, HAS_BIAS=moe.gate_bias is not None,
         IS_NORMALISED=config.weights_normalised,
@@ -184,4 +201,4 @@ def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Te
         BLOCK_P=triton.next_power_of_2(config.num_experts // config.num_groups),
         BLOCK_K=triton.next_power_of_2(per_row), num_warps=1,
     )  # fmt: skip
-    return expert_BK, weight_BK
+    return number_BK, weight_BK

@@ -61,12 +61,10 @@ def place_weights(
         if layer.moe is None:
             experts.append(None)
         else:
-            slot_E = layer.moe.slot_E.to(device)
             joins = is_fused or (is_alone and _can_join(layer.moe, gemm))
-            experts.append(_experts(layer.moe, slot_E, gemm, joins, num_slots))
+            experts.append(_experts(layer.moe, device, gemm, joins, num_slots))
             shared = None if joins else layer.moe.shared
-            # One table for both: who writes it has moved the expert.
-            layer = replace(layer, moe=replace(layer.moe, shared=shared, slot_E=slot_E))
+            layer = replace(layer, moe=replace(layer.moe, shared=shared))
         layers.append(_placed(layer, device, linear))
     placed = ModelWeights(
         weights.embedding.to(device),
@@ -80,7 +78,7 @@ def place_weights(
 
 
 def _experts(
-    moe: MoeWeights, slot_E: Tensor, gemm: GroupedGemm, joins: bool, num_slots: int
+    moe: MoeWeights, device: torch.device, gemm: GroupedGemm, joins: bool, num_slots: int
 ) -> GroupedExperts:
     # A slot that no expert of the table is in has any weights.
     mlps = moe.mlps + moe.mlps[-1:] * (num_slots - len(moe.mlps))
@@ -90,9 +88,8 @@ def _experts(
     if joins and moe.shared is not None:
         shared = shared_slots(moe.shared, moe.mlps[0].down.shape[1])
         gate_up, down = gate_up + shared[0], down + shared[1]
-    device, num_shared = slot_E.device, len(down) - num_here
     weights = _stacked(gate_up).to(device), _stacked(down).to(device)
-    return GroupedExperts(gemm, slot_E, *weights, num_shared)
+    return GroupedExperts(gemm, *weights, len(down) - num_here)
 
 
 def _can_join(moe: MoeWeights, gemm: GroupedGemm) -> bool:

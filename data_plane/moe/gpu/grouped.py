@@ -59,17 +59,15 @@ class GroupedExperts:
     def __init__(
         self,
         gemm: GroupedGemm,
-        place_E: Tensor,
         gate_up_ENX: Tensor | Fp8Weight,
         down_EXI: Tensor | Fp8Weight,
         num_shared: int = 0,
     ) -> None:
-        """Prepare the weights for `gemm`; FP8 ones need a gemm that takes them.
+        """FP8 weights need a gemm that takes them.
 
-        place_E: [num_experts] int64, each expert's number among those here, or -1. gate_up_ENX: [E,
-        2I, X]. down_EXI: [E, X, I]. num_shared: shared experts behind those.
+        gate_up_ENX: [E, 2I, X]. down_EXI: [E, X, I]. num_shared: shared experts behind those.
         """
-        self._gemm, self.place_E, self.num_shared = gemm, place_E, num_shared
+        self._gemm, self.num_shared = gemm, num_shared
         self.num_here = _num_experts(gate_up_ENX) - num_shared
         self.gate_up, self.down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 

@@ -29,15 +29,14 @@ _NUM_GATHERERS = 528
 
 @triton.jit
 def pairs_kernel(
-    expert_ptr, live_ptr, place_ptr, peer_ptr, epoch_ptr, source_count_ptr, row_ptr, slot_ptr,
-    count_ptr, expert_offset, instance, num_instances, num_rows, num_slots, num_routed, per_row,
-    id_stride, num_shared, IN_REGION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    number_ptr, peer_ptr, epoch_ptr, source_count_ptr, row_ptr, slot_ptr, count_ptr, number_offset,
+    instance, num_instances, num_rows, num_slots, num_routed, per_row, id_stride, num_shared,
+    IN_REGION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program e: give a slot to every row that visits local expert e, in row order.
 
     Writes int32 row_ptr [E + V, S], the row in each slot; slot_ptr [rows, K + V], -1 for an expert
-    elsewhere; count_ptr [E + V]. IN_REGION: rows and ids are in the exchange's memory, num_rows
+    elsewhere; count_ptr [E + V]. IN_REGION: rows and numbers are in the exchange's memory, num_rows
     slots for each source with its count; else they are this instance's num_rows rows.
     """
     e = tl.program_id(0)
@@ -45,13 +44,13 @@ def pairs_kernel(
     stride = per_row + num_shared
     done = 0
     total = num_rows
-    ids_ptr = expert_ptr
+    first = instance * num_routed
     if IN_REGION:
         source = tl.arange(0, BLOCK_N)
         counts = tl.load(source_count_ptr + source, mask=source < num_instances, other=0)
         end = tl.cumsum(counts, 0)
         total = tl.sum(counts, 0)
-        ids_ptr = (tl.load(peer_ptr + instance) + expert_offset).to(expert_ptr.dtype)
+        number_ptr = (tl.load(peer_ptr + instance) + number_offset).to(number_ptr.dtype)
         first_row = (tl.load(epoch_ptr) & 1).to(tl.int32) * num_instances * num_rows
     for begin in range(0, total, BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
@@ -61,20 +60,18 @@ def pairs_kernel(
             before = tl.where(source[None, :] == n[:, None], (end - counts)[None, :], 0)
             at = n * num_rows + t - tl.sum(before, 1)
             row = first_row + at
-            is_live = is_row
         else:
             at = t
             row = t
-            is_live = is_row & (tl.load(live_ptr + t, mask=is_row, other=0) != 0)
         pair = at[:, None] * stride + k[None, :]
         in_k = (k < per_row)[None, :]
-        is_pair = is_live[:, None] & in_k
-        visited = tl.load(ids_ptr + row[:, None] * id_stride + k[None, :], mask=is_pair, other=0)
-        place = tl.load(place_ptr + visited, mask=is_pair, other=-1)
+        is_pair = is_row[:, None] & in_k
+        number = tl.load(number_ptr + row[:, None] * id_stride + k[None, :], mask=is_pair, other=-1)
+        place = number - first
         is_here = is_pair & (place == e)
         visits = tl.max(is_here.to(tl.int32), 1)
         if e >= num_routed:
-            visits = is_live.to(tl.int32)
+            visits = (tl.max(number, 1) >= 0).to(tl.int32)
         slot = e * num_slots + done + tl.cumsum(visits, 0) - 1
         tl.store(row_ptr + slot, row, mask=visits > 0)
         if e >= num_routed:
@@ -84,7 +81,7 @@ def pairs_kernel(
             slots = slot[:, None] + tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
             tl.store(slot_ptr + pair, slots, mask=is_here)
         if e == 0:
-            is_nowhere = is_row[:, None] & in_k & (place < 0)
+            is_nowhere = is_pair & ((place < 0) | (place >= num_routed))
             tl.store(slot_ptr + pair, tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=is_nowhere)
         done += tl.sum(visits, 0)
     tl.store(count_ptr + e, done)
@@ -173,25 +170,22 @@ class Pairs:
 
 def find_pairs(
     x_BX: Tensor,
-    expert_BK: Tensor,
-    live_B: Tensor,
-    place_E: Tensor,
+    number_BK: Tensor,
     num_here: int,
     num_shared: int = 0,
 ) -> Pairs:
-    """Find the pairs of the live rows of a batch with experts that are here.
+    """Find the pairs of the rows of a batch with the num_here slots of an instance alone.
 
-    expert_BK: int64 ids. live_B: bool. place_E: [num_experts] int64, each expert's number among the
-    num_here here, or -1. num_shared: experts that every live row visits.
+    number_BK: int64, of `gate`. num_shared: experts that every live row visits.
     """
-    num_rows, per_row = expert_BK.shape
+    num_rows, per_row = number_BK.shape
     row_ES, slot, count_E = _tables(x_BX, num_here + num_shared, num_rows, slot_shape=(
         num_rows, per_row + num_shared
     ))  # fmt: skip
     if num_rows:
         pairs_kernel[(num_here + num_shared,)](
-            expert_BK, live_B.view(torch.uint8), place_E, expert_BK, expert_BK, place_E, row_ES,
-            slot, count_E, 0, 0, 0, num_rows, num_rows, num_here, per_row, per_row, num_shared,
+            number_BK, number_BK, number_BK, count_E, row_ES, slot, count_E, 0, 0, 0, num_rows,
+            num_rows, num_here, per_row, per_row, num_shared,
             IN_REGION=False, BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row), BLOCK_N=1,
         )  # fmt: skip
     else:
@@ -200,27 +194,21 @@ def find_pairs(
 
 
 def find_arrived_pairs(
-    x_BX: Tensor,
-    expert_BK: Tensor,
-    exchange: GpuExchange,
-    count_N: Tensor,
-    place_E: Tensor,
-    num_here: int,
+    x_BX: Tensor, number_BK: Tensor, exchange: GpuExchange, count_N: Tensor, num_here: int
 ) -> Pairs:
     """Find the pairs of the rows that a wait for DISPATCH found in the exchange's memory.
 
-    x_BX, expert_BK: a batch, for dtypes. count_N: [N] int32, rows from each instance. place_E,
-    num_here: as of `find_pairs`.
+    x_BX, number_BK: a batch, for dtypes. count_N: [N] int32, rows from each instance. num_here:
+    slots of every instance.
     """
-    ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("expert", "hidden"))
-    num_instances, per_row = len(count_N), expert_BK.shape[1]
+    ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("number", "hidden"))
+    num_instances, per_row = len(count_N), number_BK.shape[1]
     most = num_instances * ids.num_slots
     row_ES, slot, count_E = _tables(x_BX, num_here, most, slot_shape=(most, per_row))
     pairs_kernel[(num_here,)](
-        expert_BK, count_N, place_E, ids.table, ids.epoch, count_N, row_ES, slot, count_E,
-        ids.offset, ids.instance, num_instances, ids.num_slots, most, num_here, per_row,
-        ids.stride_in(expert_BK), 0, IN_REGION=True, BLOCK_T=_BLOCK_T,
-        BLOCK_K=triton.next_power_of_2(per_row),
+        number_BK, ids.table, ids.epoch, count_N, row_ES, slot, count_E, ids.offset, ids.instance,
+        num_instances, ids.num_slots, most, num_here, per_row, ids.stride_in(number_BK), 0,
+        IN_REGION=True, BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row),
         BLOCK_N=triton.next_power_of_2(num_instances),
     )  # fmt: skip
     return Pairs(x_BX, hidden, row_ES, count_E, slot)

@@ -1,4 +1,4 @@
-"""Sums of pairs' products on a GPU: back to the rows' instances, and into the next layer's rows.
+"""Sums of pairs' products on a GPU: back to their instances, into the next layer's rows.
 
 The slow reference is ungroup_rows of tests/harness/kernels/slow_references.py. Legend: pairs.py's.
 """

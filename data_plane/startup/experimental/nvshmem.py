@@ -1,13 +1,13 @@
 """NVSHMEM's host calls: memory that GPUs of every node write, for the one term of its instances.
 
-NVSHMEM's members are fixed, and it ends the process when one is lost (docs/decisions/0064).
+NVSHMEM's members are fixed, and it ends the process when one is lost (docs/decisions/0064). A
+process has one NVSHMEM, also beside DeepEP (docs/decisions/0070).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,25 @@ from typing import Any
 import psutil
 import torch
 
+from data_plane.startup.experimental.gathering import Communicator, bounded
 from data_plane.startup.experimental.nvshmem_put import device_library, forwarding_module, put_far
-from data_plane.transport.exchange import ExchangeTimeout
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
 
-_HOST_LIBRARY = "libnvshmem_host.so.3"
+_HOST_NAME = "libnvshmem_host.so"
+_HOST_LIBRARY = f"{_HOST_NAME}.3"
 _WITH_UNIQUE_ID = 1 << 3
 _ID_BYTES = 128
-_KIND = "gpu_memory0"
+_KIND, _VERSIONS = "nvshmem", "nvshmem-version"
+_IS_INITIALIZED = 2
+"""At least what nvshmemx_init_status says then."""
 _INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 _DEVICES = Path("/sys/class/infiniband")
+_MAPS = Path("/proc/self/maps")
 _VERBS_TRANSPORTS = ("ibrc", "ibgda", "ibdevx")
 _TRANSPORTS = (*_VERBS_TRANSPORTS, "ucx", "libfabric", "none")
-_TICK_S = 0.05
 
 
 class _UniqueIdArguments(ctypes.Structure):
@@ -69,7 +72,7 @@ class NvshmemError(RuntimeError):
 
 
 class Nvshmem:
-    """NVSHMEM in this process: one PE of a group. All but `unique_id` needs `start` first."""
+    """NVSHMEM in this process: one PE of a group. Memory and modules need `start` first."""
 
     def __init__(self, library: Any) -> None:
         """library: a ctypes library, libnvshmem_host."""
@@ -80,6 +83,18 @@ class Nvshmem:
         library.nvshmem_calloc.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         library.nvshmem_ptr.argtypes = (ctypes.c_void_p, ctypes.c_int)
         library.nvshmemx_cumodule_init.argtypes = (ctypes.c_void_p,)
+
+    @property
+    def version(self) -> str:
+        """The library's version."""
+        parts = [ctypes.c_int() for _ in range(3)]
+        self._library.nvshmemx_vendor_get_version_info(*map(ctypes.byref, parts))
+        return ".".join(str(part.value) for part in parts)
+
+    @property
+    def is_running(self) -> bool:
+        """True if this process is in a group."""
+        return int(self._library.nvshmemx_init_status()) >= _IS_INITIALIZED
 
     def unique_id(self) -> bytes:
         """Make the id of a group, for all its PEs; it has the address of their meeting."""
@@ -96,6 +111,12 @@ class Nvshmem:
         attributes.arguments.unique_id.version = _version(_UniqueIdArguments)
         self._call("nvshmemx_set_attr_uniqueid_args", pe, num_pes, kept, ctypes.byref(attributes))
         self._call("nvshmemx_hostlib_init_attr", _WITH_UNIQUE_ID, ctypes.byref(attributes))
+        self.is_started = True
+
+    def join(self) -> None:
+        """Use the group that another library of this process has started."""
+        attributes = _Attributes(version=_version(_Attributes))
+        self._call("nvshmemx_hostlib_init_attr", 0, ctypes.byref(attributes))
         self.is_started = True
 
     def allocate(self, num_bytes: int) -> int:
@@ -171,45 +192,31 @@ class NvshmemMemory:
     def leave(self) -> None:
         """Do nothing: memory goes with the process, since freeing it takes all instances."""
 
-    def _start(self) -> None:
-        if self._instance == 0:
-            unique_id = self._nvshmem.unique_id()
-            meeting: Any = self._segments.own(_KIND, 0, unique_id.hex(), 0)
-        else:
-            writer, limit_ms = f"instance {self._instance}", self._limits.start_timeout_ms
-            meeting = self._segments.attach(_KIND, 0, writer, self._limits, limit_ms)
-            unique_id = bytes.fromhex(meeting.description)
+    def agree(self) -> None:
+        """Raise ValueError, naming an instance, unless all have one version of NVSHMEM."""
         num_pes = self._places.num_instances
+        meeting = Communicator(self._segments, _VERSIONS, self._instance, num_pes, self._limits)
         try:
+            meeting.require_same(f"NVSHMEM {self._nvshmem.version}")
+        finally:
+            meeting.leave()
+
+    def _start(self) -> None:
+        if self._nvshmem.is_running:
+            # Whoever started it had all instances meet.
+            self._nvshmem.join()
+            return
+        num_pes = self._places.num_instances
+        meeting = Communicator(self._segments, _KIND, self._instance, num_pes, self._limits)
+        try:
+            own = bytearray(self._nvshmem.unique_id()) if self._instance == 0 else None
+            unique_id = bytes(meeting.allgather(own)[0])
             self._bounded(lambda: self._nvshmem.start(unique_id, self._instance, num_pes))
         finally:
-            meeting.close()
+            meeting.leave()
 
     def _bounded(self, call: Callable[[], Any]) -> Any:
-        outcome: list[Any] = []
-
-        def run() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            try:
-                outcome.append((call(), None))
-            except Exception as error:
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name="nvshmem", daemon=True)
-        thread.start()
-        for _ in range(round(self._limits.start_timeout_ms / 1000 / _TICK_S) + 1):
-            thread.join(_TICK_S)
-            if outcome:
-                value, error = outcome[0]
-                if error is not None:
-                    raise error
-                return value
-            self._segments.term.check()
-        raise ExchangeTimeout(
-            f"NVSHMEM did not start on all {self._places.num_instances} instances in "
-            f"{self._limits.start_timeout_ms} ms"
-        )
+        return bounded(call, "NVSHMEM", self._device, self._segments.term, self._limits)
 
 
 class NvshmemEnd:
@@ -223,6 +230,10 @@ class NvshmemEnd:
             NvshmemMemory(self._nvshmem, segments, instance, lane.places, limits, lane.table.device)
             for lane in lanes
         ]
+
+    def agree(self) -> None:
+        """Compare versions, before anything starts or is captured; see NvshmemMemory.agree."""
+        self.memories[0].agree()
 
     def begin_term(self, _seats: Sequence[int]) -> None:
         """Initialise its kernels: captures loaded them before NVSHMEM started."""
@@ -249,6 +260,17 @@ def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.enviro
     assert library is not None, "nvshmem_obstacle was asked first"
     # Global, because its transports and bootstraps are plug-ins that need its symbols.
     return Nvshmem(ctypes.CDLL(str(library.with_name(_HOST_LIBRARY)), mode=ctypes.RTLD_GLOBAL))
+
+
+def require_one_library(maps: Path = _MAPS) -> None:
+    """Raise ValueError if this process has two NVSHMEM libraries."""
+    lines = (line.split() for line in maps.read_text().splitlines())
+    found = sorted({line[-1] for line in lines if Path(line[-1]).name.startswith(_HOST_NAME)})
+    if len(found) > 1:
+        raise ValueError(
+            f"this process has two NVSHMEM libraries, {' and '.join(found)}: build deep_ep with "
+            "NVSHMEM_DIR naming the folder of the extra nvshmem"
+        )
 
 
 def nvshmem_obstacle(

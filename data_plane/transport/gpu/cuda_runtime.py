@@ -38,6 +38,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaIpcGetMemHandle": (ctypes.POINTER(IpcHandle), ctypes.c_void_p),
     "cudaIpcOpenMemHandle": (_ADDRESS, IpcHandle, ctypes.c_uint),
     "cudaIpcCloseMemHandle": (ctypes.c_void_p,),
+    "cudaHostRegister": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cudaHostUnregister": (ctypes.c_void_p,),
     "cudaGetLastError": (),
 }
 
@@ -84,6 +86,14 @@ class CudaRuntime:
     def free(self, address: int) -> None:
         """Free memory that `allocate` returned. No other process may have it mapped."""
         self._on_device("cudaFree", address)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Pin memory of the host, so that copies to and from it need no processor."""
+        self._on_device("cudaHostRegister", address, num_bytes, 0)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`. No copy may be under way."""
+        self._on_device("cudaHostUnregister", address)
 
     def export(self, address: int) -> bytes:
         """Return the handle by which other processes map memory of `allocate`."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.gpu.cuda_runtime import CudaError, CudaRuntime
 from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
-from data_plane.transport.segments import Segment, Segments
-from data_plane.transport.shared_memory import OwnedSegment, require_description
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import OwnedSegment, Segment, require_description
 from nanocp.config.limits import LimitsConfig
 
 _DEATH_S = 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from socket import gethostname
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,7 +35,10 @@ def cuda_ipc_obstacle(device: torch.device) -> str:
     if device.type != "cuda":
         return "it needs an NVIDIA GPU, and this instance runs on the CPU"
     if not torch.cuda.is_available():
-        return "it needs an NVIDIA GPU, and torch sees none here"
+        advice = "nvidia-smi must list one"
+        if torch.version.cuda is None:
+            advice = f"torch {torch.__version__} is for CPUs; `make setup` with a driver has CUDA's"
+        return f"it needs an NVIDIA GPU, and torch sees none here, on {gethostname()}: {advice}"
     if find_spec("triton") is None:
         return "the package triton is not installed (pip install '.[gpu]')"
     if not loaded_cudart():

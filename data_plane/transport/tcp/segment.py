@@ -16,7 +16,7 @@ from typing import Any
 
 from data_plane.transport.exchange import ExchangeTimeout, Term
 from data_plane.transport.futex import Word
-from data_plane.transport.shared_memory import require_description
+from data_plane.transport.shared_memory import Segment
 from data_plane.transport.tcp.messages import (
     ABSENT,
     ANNOUNCED,
@@ -39,8 +39,8 @@ from nanocp.config.limits import LimitsConfig
 _DIAL_AGAIN_S = 0.02
 
 
-class TcpSegment:
-    """A peer's segment on another node, for one thread; a segments.Segment.
+class TcpSegment(Segment):
+    """A peer's segment on another node, for one thread.
 
     `memory` is a mirror. Raises ExchangeTimeout if the segment cannot be attached in time,
     TermOver, or ValueError if it has a writer of this name.
@@ -81,8 +81,7 @@ class TcpSegment:
     ) -> None:
         """Send the chunks, then the word.
 
-        Raises ExchangeTimeout if the living owner takes nothing, TermOver if the term ends
-        meanwhile.
+        Raises ExchangeTimeout if the living owner takes nothing, or TermOver.
         """
         assert bulk is None, "the segment has no bulk"
         chunks = [chunk for chunk in chunks if chunk[1]]
@@ -99,23 +98,15 @@ class TcpSegment:
         self._send([memoryview(header)])
 
     def fileno(self) -> int:
-        """Return the connection's file descriptor."""
         return self._connection.fileno()
 
     def owner_is_alive(self) -> bool:
-        """True while the connection to the owner is open."""
         return self._is_open
 
     def claim(self) -> bool:
-        """Return True: the owner let this writer attach as the only one."""
-        return True
-
-    def require(self, description: str) -> None:
-        """Raise ValueError unless the segment has this description."""
-        require_description(self.name, self.description, description)
+        return True  # the owner let this writer attach as the only one
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
         self._is_open = False
         shut(self._connection)
         if threading.current_thread() is not self._reader:
@@ -153,14 +144,17 @@ class TcpSegment:
 
     def _dial(self, writer: str, timeout_ms: float) -> socket.socket:
         host, _, port = self._address.rpartition(":")
-        deadline = time.monotonic() + timeout_ms / 1000
-        reason = "no answer"
+        begin_s = time.monotonic()
+        # Owners listen before peers learn where: only a network hides one for longer.
+        limit_ms = min(timeout_ms, self._limits.exchange_timeout_ms)
+        advice = "; nodes must reach each other on all ports"
         while True:
-            left_s = deadline - time.monotonic()
+            left_s = begin_s + limit_ms / 1000 - time.monotonic()
             try:
                 connection = socket.create_connection(
                     (host.strip("[]"), int(port)), max(0.01, left_s)
                 )
+                limit_ms, advice = timeout_ms, ""
                 try:
                     if self._greet(connection, writer):
                         return connection
@@ -171,10 +165,10 @@ class TcpSegment:
                 reason = "the instance there does not have it"
             except OSError as error:
                 reason = str(error)
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= begin_s + limit_ms / 1000:
                 raise ExchangeTimeout(
-                    f"{self.name} could not be attached at {self._address} in {timeout_ms:.0f} ms: "
-                    f"{reason}",
+                    f"{self.name} could not be attached at {self._address} in {limit_ms:.0f} ms: "
+                    f"{reason}{advice}",
                     self._instance,
                 )
             self._term.check()

@@ -63,10 +63,7 @@ class Prompt:
         if [self.prompt, self.prompt_file, self.prompt_ids].count(None) != 2:
             raise ValueError("give exactly one of --prompt, --prompt-file and --prompt-ids")
         if self.prompt is not None:
-            if (
-                not self.prompt.isascii()
-                and self.prompt.encode(errors="replace").decode() != self.prompt
-            ):
+            if self.prompt.encode(errors="replace").decode() != self.prompt:
                 raise ValueError("--prompt is not UTF-8 text")
             return self.prompt
         if self.prompt_file is not None:
@@ -201,7 +198,6 @@ def _finish(chunks: Sequence[Chunk]) -> Finish:
 
 
 def _read_text(path: Path) -> str:
-    """Raises ValueError if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -209,7 +205,6 @@ def _read_text(path: Path) -> str:
 
 
 def _read_ids(path: Path) -> list[int]:
-    """Raises ValueError unless the file is a JSON array of token ids."""
     try:
         ids = json.loads(_read_text(path))
     except json.JSONDecodeError as error:

@@ -93,6 +93,8 @@ def profile(
 
     cluster.yaml, for `nanocp simulate --cluster`: this machine as a simulated cluster.
 
+    With data_plane.device cuda in --config GPUs are measured.
+
     With scheduler.num_drafts in --config steps with drafts are measured too, and the profile says
     how many pay in a window.
 
@@ -112,10 +114,13 @@ def profile(
 
 
 def run(config: Config, checkpoint: Path, measurement: Measurement, console: Console) -> None:
-    """Measure, fit, show and write the files.
-
-    Raises ValueError for bad options, RuntimeError if an instance fails.
-    """
+    """Measure, fit, show and write. Raises ValueError and RuntimeError."""
+    is_gpu = config.data_plane.device == "cuda"
+    if is_gpu and (measurement.overlap or config.scheduler.num_drafts):
+        raise ValueError(
+            "data_plane.device is cuda; --overlap and scheduler.num_drafts need cpu: two lanes and "
+            "drafts are not measured on GPUs yet"
+        )
     if config.cluster.layout == "pipeline":
         _run_pipeline(config, checkpoint, measurement, console)
         return
@@ -128,13 +133,6 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         raise ValueError(
             f"instances is {num_instances}; it must be at least 2, or no exchange can be measured"
         )
-    if measurement.overlap and config.data_plane.device != "cpu":
-        raise ValueError("--overlap measures CPUs only; data_plane.device must be cpu")
-    if config.scheduler.num_drafts and config.data_plane.device != "cpu":
-        raise ValueError(
-            f"scheduler.num_drafts is {config.scheduler.num_drafts}, and drafts are measured on "
-            "CPUs only; data_plane.device must be cpu"
-        )
     degrees = _degrees(measurement.degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
     if model.delta is not None:
@@ -144,7 +142,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         )
     max_len = measurement.longest(model.max_len)
     measurement.make_folder()
-    sweep, points, ingest_gb_per_s = _measure(
+    sweep, points, ingest_gb_per_s, gpu = _measure(
         config, model, checkpoint, max_len, degrees, measurement.quick, console
     )
     if measurement.overlap:
@@ -153,8 +151,9 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     if config.scheduler.num_drafts:
         config = replace(config, scheduler=_measure_drafts(config, checkpoint))
     fitted = fit_cluster(config.cluster, config.data_plane, model, degrees, points, ingest_gb_per_s)
-    about, out = [*_about(config, checkpoint), *doubts(fitted)], measurement.out
-    _write(replace(config, scheduler=as_measured(config.scheduler, fitted, sweep)), out, about)
+    about, out = [*_about(config, checkpoint, gpu), *doubts(fitted)], measurement.out
+    config = replace(config, scheduler=as_measured(config.scheduler, fitted, sweep))
+    _write(config, model, out, about)
     (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
     _show(sweep, fitted, console)
     for doubt in doubts(fitted):
@@ -187,7 +186,7 @@ def _run_pipeline(
     every = [one for all_ in passes.values() for one in all_]
     costs = fit_costs("ours", every, *layers)
     config = replace(config, pipeline=replace(config.pipeline, costs=costs))
-    path = _write(config, measurement.out, _about(config, checkpoint))
+    path = _write(config, model, measurement.out, _about(config, checkpoint))
     table = Table(title=f"{len(every)} passes: mean error on a held-out third")
     for column in ("form", "layer", "dense layer", *(f"sampling, {kind}" for kind in passes)):
         table.add_column(column)
@@ -203,13 +202,14 @@ def _run_pipeline(
     console.print(f"nanocp serve {checkpoint} --config {path}", soft_wrap=True)
 
 
-def _write(config: Config, out: Path, about: Sequence[str]) -> Path:
+def _write(config: Config, model: ModelConfig, out: Path, about: Sequence[str]) -> Path:
     from nanocp.config.yaml import changed
     from nanocp.simulator.fit.fit import profile_yaml, serve_yaml
 
     section = config.pipeline if config.cluster.layout == "pipeline" else config.scheduler
     profile, path = out / "profile.yaml", out / "serve.yaml"
-    profile.write_text(profile_yaml(section, about))
+    measured_on = {"device": config.data_plane.device, "model": model.in_words}
+    profile.write_text(profile_yaml(section, measured_on, about))
     tree = changed(config)
     tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
     path.write_text(serve_yaml(tree, profile, about))
@@ -237,8 +237,8 @@ def _measure(
     degrees: Sequence[int],
     quick: bool,
     console: Console,
-) -> tuple[Sweep, list[Point], float]:
-    """The sweep, points to fit, and the speed of copying pages in."""
+) -> tuple[Sweep, list[Point], float, str]:
+    """The sweep, points to fit, the speed of ingest, and the GPU's name."""
     from rich.console import Console as ErrorConsole
     from rich.progress import Progress
 
@@ -267,7 +267,9 @@ def _measure(
             f"max_attention_rows is {bounds.max_attention_rows}; it must be at least 2, or no "
             "exchange can be measured"
         )
-    _check_memory(config, model, max_len, sum(frames))
+    is_gpu = config.data_plane.device == "cuda"
+    if not is_gpu:
+        _check_memory(config, model, max_len, sum(frames))
     cluster = replace(config.cluster, num_frames=max(frames), max_model_len=max_len)
     sweep: dict[int, dict[int, float]] = {length: {} for length in _lengths(max_len)}
     best: dict[int, PhaseTimes] = {}
@@ -296,23 +298,33 @@ def _measure(
                     )
                     progress.advance(task)
             ingest_gb_per_s = measured.ingest_gb_per_s()
+            gpu = measured.device_name() if is_gpu else ""
     return (
         sweep,
         [Point(batch, best[number]) for number, batch in enumerate(batches)],
         ingest_gb_per_s,
+        gpu,
     )
 
 
 def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
     from data_plane.profiling.cluster import measuring
+    from nanocp.cli.options.console import progress
     from nanocp.serve.service import member_environment
-    from nanocp.simulator.fit.lanes import measure_lane_table
+    from nanocp.simulator.fit.lanes import candidates, lane_batches, lane_point
 
-    two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
-    with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
-        return measure_lane_table(
-            config.cluster, lambda batch: measured.measure_lanes(batch, _NUM_LANE_STEPS)
-        )
+    scheduler = replace(config.scheduler, lanes="always", lane_table=())
+    batches, table = [*lane_batches(config.cluster)], []
+    site = replace(config, scheduler=scheduler), checkpoint, member_environment(config)
+    with measuring(*site) as measured, progress() as bar:
+        for rows, links, batch in bar.track(batches, description="orders of two lanes"):
+            ((*_, whole),), ((*_, half),) = (
+                measured.measure_lanes(part, _NUM_STEPS, orders=()) for part in (batch, batch[::2])
+            )
+            orders = candidates(whole, half)
+            times = measured.measure_lanes(batch, _NUM_LANE_STEPS, orders=orders)
+            table.append(lane_point(rows, links, times, orders))
+    return tuple(sorted(table))
 
 
 def _measure_drafts(config: Config, checkpoint: Path) -> SchedulerConfig:
@@ -360,7 +372,7 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
 # --- showing
 
 
-def _about(config: Config, checkpoint: Path) -> list[str]:
+def _about(config: Config, checkpoint: Path, gpu: str = "") -> list[str]:
     import torch
 
     num_instances, threads = config.cluster.num_instances, config.data_plane.threads_per_instance
@@ -368,13 +380,17 @@ def _about(config: Config, checkpoint: Path) -> list[str]:
     about = [
         f"Measured by `{shlex.join(['nanocp', *sys.argv[1:]])}`: {checkpoint.name}, "
         f"{config.data_plane.dtype},",
-        f"{num_instances} instances of {threads} thread(s) on {cores} cores of {_cpu()}, "
+        f"{num_instances} instances "
+        f"{f'on {gpu}' if gpu else f'of {threads} thread(s) on {cores} cores of {_cpu()}'}, "
         f"torch {torch.__version__}.",
     ]
-    if num_instances * threads > cores:
+    needed, there = num_instances * threads, cores
+    if gpu:
+        needed, there = num_instances, torch.cuda.device_count()
+    if needed > there:
         about.append(
-            "The instances share cores: a step that loads only some of them is shorter than these "
-            "costs say."
+            f"The instances share {'GPUs' if gpu else 'cores'}: a step that loads only some of "
+            "them is shorter than these costs say."
         )
     return about
 

@@ -26,7 +26,6 @@ from nanocp.client import AsyncClient
 from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
 
 NUM_CLIENTS = len(KINDS) * len(APIS)
-"""One for each kind of request and API."""
 JUDGE_S = 1200.0
 """Longest wait for judgements after the last answer."""
 _NUM_FRONT_ENDS = 2
@@ -142,9 +141,8 @@ async def ask_all(
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
-    targets, http_urls: of each front end. disturb: runs beside them until the given time. asked:
-    gets every request. has_ended: the service is gone, which ends the run. ended: gets each
-    finished request.
+    targets, http_urls: of each front end. disturb: runs beside them until the given time.
+    has_ended: the service is gone, which ends the run. asked, ended: see ask_for_ever.
     """
     until_s = time.monotonic() + run.seconds
     defaults = default_sampling(run.checkpoint)
@@ -181,7 +179,6 @@ def _has_ended(service: Serving) -> bool:
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
-    """Held frames, unanswered tickets, and tokens found outside frames, of an idle service."""
     if _has_ended(service):
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
     return {

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from nanocp.cli.demo.prompts import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
     from tokenizers import Tokenizer
 
@@ -96,10 +98,9 @@ def demo(
         judge_all(checkpoint, requests, progress)
     show(console, requests)
     show_texts(console, tokenizer, requests, sampled)
-    exact = sum(request.verdict is not None and request.verdict.exact for request in requests)
-    near_ties = sum(
-        request.verdict.near_ties for request in requests if request.verdict is not None
-    )
+    verdicts = [request.verdict for request in requests if request.verdict is not None]
+    exact = sum(verdict.exact for verdict in verdicts)
+    near_ties = sum(verdict.near_ties for verdict in verdicts)
     print(json.dumps({"requests": len(requests), "exact": exact, "near_ties": near_ties}))
     raise typer.Exit(0 if exact == len(requests) else 1)
 
@@ -192,10 +193,7 @@ async def generate_all(
 
     total = len(requests) * max_tokens + NUM_SAMPLED_TOKENS
     task = progress.add_task(f"decoding {len(requests)} requests and 1 sampled", total=total)
-
-    def advance(count: int) -> None:
-        progress.advance(task, count)
-
+    advance = partial(progress.advance, task)
     async with AsyncClient(targets) as client:
         drawn = client.generate(
             sampled.prompt_ids,
@@ -247,12 +245,10 @@ def judge_all(checkpoint: Path, requests: list[DemoRequest], progress: Progress)
         progress.advance(task)
 
 
-def show(console: object, requests: list[DemoRequest]) -> None:
+def show(console: Console, requests: list[DemoRequest]) -> None:
     """Print the table of requests, and pages and rows of each instance."""
-    from rich.console import Console
     from rich.table import Table
 
-    assert isinstance(console, Console)
     table = Table(
         title=f"{len(requests)} requests on {NUM_INSTANCES} instances; KV binding as instance:pages"
     )
@@ -296,13 +292,10 @@ def show(console: object, requests: list[DemoRequest]) -> None:
 
 
 def show_texts(
-    console: object, tokenizer: Tokenizer, requests: list[DemoRequest], sampled: DemoRequest
+    console: Console, tokenizer: Tokenizer, requests: list[DemoRequest], sampled: DemoRequest
 ) -> None:
     """Print outputs of short prompts, and the sampled text."""
-    from rich.console import Console
     from rich.markup import escape
-
-    assert isinstance(console, Console)
 
     def text(request: DemoRequest) -> str:
         prompt, output = (

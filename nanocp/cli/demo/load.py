@@ -45,7 +45,6 @@ class Apis:
     vocab_size: int
     max_model_len: int
     timeout_s: float
-    """Longest time for one request."""
     default_sampling: Mapping[str, Any]
     """Default sampling options of the service."""
 
@@ -168,10 +167,8 @@ async def _by_grpc(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Seque
 async def _by_http(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Sequence[int]]]:
     body = {"prompt": request.prompt_ids, "n": request.num_choices, "stream": True}
     body |= {"return_token_ids": True, "request_id": uuid.uuid4().hex, **request.options}
-    num_turns = itertools.count()
     attempt = 0
-    while True:
-        url = apis.http_urls[next(num_turns) % len(apis.http_urls)]
+    for url in itertools.cycle(apis.http_urls):
         try:
             async for piece in _one_call(apis, url, body):
                 yield piece

@@ -85,11 +85,19 @@ class Losses:
         front_ends = sorted(name for name in pids if name.startswith("front end"))
         draw.shuffle(front_ends)
         one, two = draw.choice(instances), draw.sample(instances, min(2, len(instances)))
+        lost = {
+            "instance killed": [one],
+            "instance stopped": [one],
+            "prefill killed": ["prefill"],
+            "prefill stopped": ["prefill"],
+            "two instances killed": two,
+            "all instances killed": instances,
+            "front end killed": front_ends[:1],
+            "front end stopped": front_ends[:1],
+            "controller killed": ["controller"],
+            "controller and instance killed": ["controller", one],
+        }
         match kind:
-            case "instance killed":
-                self._signal(kind, [one], signal.SIGKILL)
-            case "instance stopped":
-                self._signal(kind, [one], signal.SIGSTOP)
             case "instance stopped for a while":
                 stopped = self._signal(kind, [one], signal.SIGSTOP)
                 try:
@@ -98,26 +106,13 @@ class Losses:
                     for pid in stopped:
                         with suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGCONT)
-            case "prefill killed":
-                self._signal(kind, ["prefill"], signal.SIGKILL)
-            case "prefill stopped":
-                self._signal(kind, ["prefill"], signal.SIGSTOP)
-            case "two instances killed":
-                self._signal(kind, two, signal.SIGKILL)
             case "killed in a recovery":
                 self._signal(kind, two[:1], signal.SIGKILL)
                 await asyncio.sleep(draw.uniform(*_NEXT_KILL_S))
                 self._signal(kind, two[1:], signal.SIGKILL)
-            case "all instances killed":
-                self._signal(kind, instances, signal.SIGKILL)
-            case "front end killed":
-                self._signal(kind, front_ends[:1], signal.SIGKILL)
-            case "front end stopped":
-                self._signal(kind, front_ends[:1], signal.SIGSTOP)
-            case "controller killed":
-                self._signal(kind, ["controller"], signal.SIGKILL)
-            case "controller and instance killed":
-                self._signal(kind, ["controller", one], signal.SIGKILL)
+            case _:
+                stop = kind.endswith("stopped")
+                self._signal(kind, lost[kind], signal.SIGSTOP if stop else signal.SIGKILL)
 
     def _signal(self, kind: str, names: list[str], number: signal.Signals) -> list[int]:
         pids = self._pids()

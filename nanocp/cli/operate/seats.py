@@ -5,10 +5,11 @@ Exit status: 1 if the change failed, 2 if the service cannot make it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -27,13 +28,11 @@ def drain(
 ) -> None:
     """Let one instance leave: its requests move to the others, and no stream ends."""
 
-    def change() -> None:
+    with _told("drain"):
         serving = set(_seats(target, operator_key)["serving"])
         if seat not in serving:
             raise Refused(f"instance {seat} does not serve; {_list(serving)} do")
         _want(target, operator_key, serving - {seat}, f"nanocp drain {seat}")
-
-    _carry_out("drain", change)
 
 
 def scale(
@@ -48,7 +47,7 @@ def scale(
 ) -> None:
     """Let so many instances serve, at most as many as the service was started with."""
 
-    def change() -> None:
+    with _told("scale"):
         if undo == (number is not None):
             raise ValueError("give a number of instances, or --undo")
         if number is None:
@@ -65,8 +64,6 @@ def scale(
         wanted = {*serving[:number], *free[: max(0, number - len(serving))]}
         _want(target, operator_key, wanted, f"nanocp scale {number}")
 
-    _carry_out("scale", change)
-
 
 def upgrade(
     rolling: Annotated[
@@ -77,7 +74,7 @@ def upgrade(
 ) -> None:
     """Let new processes, of the program as it is installed now, take all instances' seats."""
 
-    def change() -> None:
+    with _told("upgrade"):
         if not rolling:
             raise Refused("give --rolling; to replace all at once, stop the service and start it")
         serving = set(_seats(target, operator_key)["serving"])
@@ -85,8 +82,6 @@ def upgrade(
             by = "nanocp upgrade"
             _want(target, operator_key, serving - {seat}, by, new_program=number == 0)
             _want(target, operator_key, serving, by)
-
-    _carry_out("upgrade", change)
 
 
 def layout(
@@ -99,7 +94,7 @@ def layout(
 ) -> None:
     """Let layers of a pipeline move to other stages: no stream ends, and policies are off then."""
 
-    def change() -> None:
+    with _told("layout"):
         body = None
         if split is not None:
             if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", split):
@@ -115,8 +110,6 @@ def layout(
         )
         print(layers, flush=True)
 
-    _carry_out("layout", change)
-
 
 def abort(
     request: Annotated[
@@ -127,17 +120,17 @@ def abort(
 ) -> None:
     """End a request, wherever it is: its client gets what there is, with finish_reason abort."""
 
-    def change() -> None:
+    with _told("abort"):
         body = json.dumps({"request": request}).encode()
         ended = _ask(target, operator_key, body, "/cluster/abort")["ended"]
         print(f"ended: {', '.join(f'request {number}' for number in ended)}", flush=True)
 
-    _carry_out("abort", change)
 
-
-def _carry_out(name: str, change: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Prints a failure, and exits with its status."""
     try:
-        change()
+        yield
     except Refused as error:
         print(f"nanocp {name}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -168,7 +168,6 @@ def picture(snapshot: Snapshot, width: int, most: int = _MAX_SHOWN) -> Renderabl
 def _requests(
     snapshot: Snapshot, keys: dict[int, int], width: int, most: int
 ) -> list[RenderableType]:
-    """A table of requests with most pages, and the number of others."""
     from rich.table import Table
     from rich.text import Text
 
@@ -217,7 +216,6 @@ def _stages(stages: list[dict[str, Any]]) -> list[Text]:
 
 
 def _tenants(tenants: list[dict[str, Any]]) -> list[Text]:
-    """A line for each tenant, by requests; none without names."""
     from rich.text import Text
 
     if not any(one["tenant"] for one in tenants):
@@ -260,10 +258,7 @@ def _engine(engine: dict[str, Any]) -> Text:
 
 
 def _keys(request_ids: list[int]) -> dict[int, int]:
-    """A letter for each request by its id, stable for most.
-
-    Distinct while there are enough letters.
-    """
+    """A letter for each request by its id, stable for most, distinct while there are enough."""
     keys: dict[int, int] = {}
     for request_id in request_ids:
         free = [key for key in range(len(_KEYS)) if key not in keys.values()] or range(len(_KEYS))
@@ -283,35 +278,18 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
     num_sparks = max(4, min((width - 50) // 2, 30))
     waits = f", first {snapshot['waiting'][0]['age_s']:.1f} s" if snapshot["waiting"] else ""
     title = Text.assemble(("NanoCP", "bold"), f"  policy {snapshot['policy']}")
-    first = Text.assemble(
-        "running ",
-        (str(snapshot["num_running"]), "bold"),
-        "   prefilling ",
-        (str(snapshot["num_prefilling"]), "bold"),
-        "   queue ",
-        (str(snapshot["num_queued"]), "bold"),
-        waits,
-    )
-    balance = Text.assemble(
-        "balance, mean / max: KV ", (f"{kv:.2f}", "bold"), ", rows ", (f"{rows:.2f}", "bold")
-    )
     tpot = f"{tpots[-1]:.1f} ms" if tpots else "-"
-    second = Text.assemble(
-        "token to token ",
-        (tpot, "bold"),
-        f" {_sparks(tpots, num_sparks)}   tokens/s ",
-        (f"{rates[-1]:.0f}", "bold"),
-        " ",
-        _sparks(rates, num_sparks),
+    lines = (
+        f"running [bold]{snapshot['num_running']}[/]   prefilling "
+        f"[bold]{snapshot['num_prefilling']}[/]   queue [bold]{snapshot['num_queued']}[/]{waits}",
+        f"balance, mean / max: KV [bold]{kv:.2f}[/], rows [bold]{rows:.2f}[/]",
+        f"token to token [bold]{tpot}[/] {_sparks(tpots, num_sparks)}   "
+        f"tokens/s [bold]{rates[-1]:.0f}[/] {_sparks(rates, num_sparks)}",
     )
-    return [title, first, balance, second]
+    return [title, *map(Text.from_markup, lines)]
 
 
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
-    """The frames of one instance, as a bar.
-
-    Requests on several instances have letters; other frames have shades.
-    """
     from rich.text import Text
 
     parts: list[tuple[int, str, str]] = []
@@ -347,14 +325,10 @@ def _style(key: int) -> str:
 
 def _sparks(values: list[float], count: int) -> str:
     latest = values[-count:]
-    high = max(latest, default=0.0)
-    return (
-        "".join(
-            _SPARKS[min(int(value / high * len(_SPARKS)), len(_SPARKS) - 1)] for value in latest
-        )
-        if high
-        else ""
-    )
+    if not (high := max(latest, default=0.0)):
+        return ""
+    last = len(_SPARKS) - 1
+    return "".join(_SPARKS[min(int(value / high * len(_SPARKS)), last)] for value in latest)
 
 
 def _balance(values: list[int]) -> float:

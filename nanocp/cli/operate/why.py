@@ -61,7 +61,6 @@ def why(
 
 
 def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
-    """Requests of this name in an event log. Raises ValueError."""
     from control_plane.observe.request_values import request_values
     from control_plane.observe.timelines import Timelines
     from control_plane.shell.event_log import LogReader, log_lines

@@ -23,6 +23,12 @@ EXTRAS = {
     "simulate": "simulate",
 }
 """The extra of pyproject.toml for an import; others need none."""
+_OTHERS = {
+    ("plan", "matplotlib"): "simulate",
+    ("overlap", "torch"): "serve",
+    ("profile", "highspy"): "search",
+}
+"""The extra of `plan --html`, `overlap run` and `profile --overlap`."""
 _OWN = ("nanocp", "control_plane", "data_plane")
 
 
@@ -37,7 +43,7 @@ class Commands(Group):
             command, package = ctx.invoked_subcommand, (error.name or "").partition(".")[0]
             if command not in EXTRAS or package in _OWN:
                 raise
-            extra = "simulate" if package == "matplotlib" else EXTRAS[command]  # plan --html
+            extra = _OTHERS.get((command, package), EXTRAS[command])
             print(
                 f"nanocp {command}: the package {package} is not installed; "
                 f"pip install '.[{extra}]' brings it",

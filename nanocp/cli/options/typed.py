@@ -120,7 +120,6 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def _given(settings: Mapping[str, Setting], items: Sequence[str]) -> dict[str, Any]:
-    """Values by name. Raises ValueError for unknown settings and bad values."""
     values: dict[str, Any] = {}
     for item in items:
         name, sign, text = item.partition("=")

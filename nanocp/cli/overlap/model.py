@@ -1,4 +1,4 @@
-"""`nanocp overlap model`: equations 1 to 5 of NanoFlow for a GPU, a model and a workload.
+"""`nanocp overlap model`: equations 1 to 5 of NanoFlow.
 
 Exit status: 1 if the KV does not fit, or with --paper if a number differs too much.
 """
@@ -41,7 +41,7 @@ def model(
     gpu: Annotated[str, typer.Option(help="A GPU of the paper's Table 1.")] = "A100-80",
     name: Annotated[str, typer.Option("--model", help="A dense model.")] = "LLaMA-2 70B",
 ) -> None:
-    """Print which resource bounds an iteration, and the best throughput that is possible."""
+    """Print which resource bounds an iteration, and the best throughput."""
     from nanocp.cli.options.console import output as standard_output
     from nanocp.overlap.comparison import compare
     from nanocp.overlap.interference import RESOURCES
@@ -69,6 +69,13 @@ def model(
         + ", ".join(f"{ms:,.1f} ms of {name}" for ms, name in zip(total_ms, RESOURCES, strict=True))
         + f". At most {1e3 * batch / slowest / gpus:,.0f} tokens a second and GPU; equation 5, for "
         f"compute alone, says {machine.optimal_tokens_per_s(dense):,.0f}."
+    )
+    times = machine.iteration(dense, batch)
+    console.print(
+        f"Equations 1 to 3, where all memory is read: {times.memory_ms:,.1f} ms of memory, "
+        f"{times.compute_ms:,.1f} ms of compute, {times.network_ms:,.1f} ms of network. Over "
+        f"compute, memory is {times.memory_of_compute:.2f} (equation 4, Figure 3) and the network "
+        f"{times.network_ms / times.compute_ms:.2f} (Figure 2)."
     )
     needed, room = kv_gb(dense, requests, batch), machine.kv_room_gb(dense)
     if needed > room:

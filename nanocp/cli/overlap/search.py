@@ -1,4 +1,4 @@
-"""`nanocp overlap search`: the best schedule of nano-operations, and a bound for all.
+"""`nanocp overlap search`: the best schedule, and a bound for all.
 
 Exit status: with --paper 1 if the schedule is too far from the bound.
 """
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nanocp.overlap.search import BestSchedule
 
 LEAST_SHARE_OF_BOUND = 0.95
+_TILE = 128
+"""Tokens of a GEMM's tile, as in the paper."""
 _KV_TOKENS, _LINKS = 300_000, 4
 """With --cluster: KV tokens that each instance reads, and rows that it sends."""
 
@@ -31,10 +33,11 @@ _KV_TOKENS, _LINKS = 300_000, 4
 @dataclass(frozen=True)
 class _Case:
     title: str
-    operations: Sequence[Operation]
+    forms: Sequence[Sequence[Operation]]
+    step: float
     interference: Interference
     tokens_per_layer: float
-    write: Callable[[Path, Schedule], None]
+    write: Callable[[Path, Schedule], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def search(
     seconds: Annotated[float, typer.Option(min=1, help="Search for about as long.")] = 60.0,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the schedule there, as YAML.", dir_okay=False),
+        typer.Option(metavar="FILE", help="With --cluster: write it there, YAML.", dir_okay=False),
     ] = None,
 ) -> None:
     """Search for the best order and division of the GPU (NanoFlow, 4.1)."""
@@ -76,6 +79,8 @@ def search(
 
     if paper + bool(model) + bool(cluster) != 1:
         raise ValueError("give one of --paper, --model and --cluster")
+    if out is not None and not cluster:
+        raise ValueError("--out is for --cluster: nothing reads the schedule of a dense model")
     if cluster:
         case = _of_cluster(cluster, layer.constants, layer.rows)
     else:
@@ -87,35 +92,34 @@ def search(
         def better(found: BestSchedule) -> None:
             bar.update(task, description=f"searching: {found.gain:.3f} x so far")
 
-        found = find(case.operations, case.interference, seconds, better)
+        found = find(case.forms, case.step, case.interference, seconds, better)
     console.print(_table(case, found))
     share = found.fluid_us / found.schedule.period_us
     console.print(f"{share:.1%} of what any schedule could reach")
-    if not paper:
-        console.print("Parts of the GPU cost what the paper measured on an A100 (Table 3).")
-    if out is not None:
+    console.print(f"Parts of the GPU cost what they do {case.interference.source}.")
+    if out is not None and case.write is not None:
         case.write(out, found.schedule)
     if paper and share < LEAST_SHARE_OF_BOUND:
         raise typer.Exit(1)
 
 
 def _of_paper() -> _Case:
-    from nanocp.overlap import paper, schedule
+    from nanocp.overlap import paper
+    from nanocp.overlap.layers import collective_forms
 
-    operations, interference, model = paper.layer(), paper.TABLE_3, paper.LLAMA_2_70B
     return _Case(
         "A layer of LLaMA-2 70B, 2,048 tokens, 8 A100",
-        operations,
-        interference,
-        paper.BATCH / model.num_layers / paper.MACHINE.num_gpus,
-        lambda path, found: schedule.write(path, found, operations, interference),
+        collective_forms(paper.layer()),
+        _TILE / paper.BATCH,
+        paper.TABLE_3,
+        paper.BATCH / paper.LLAMA_2_70B.num_layers / paper.MACHINE.num_gpus,
     )
 
 
 def _of_model(model: str, gpu: str, iteration: Iteration) -> _Case:
     from nanocp.cli.overlap.model import machine_of, model_of
-    from nanocp.overlap import paper, schedule
-    from nanocp.overlap.layers import roofline_layer
+    from nanocp.overlap import paper
+    from nanocp.overlap.layers import collective_forms, roofline_layer
     from nanocp.overlap.roofline import Requests
 
     dense, gpus, batch = model_of(model), iteration.gpus, iteration.batch
@@ -123,10 +127,10 @@ def _of_model(model: str, gpu: str, iteration: Iteration) -> _Case:
     operations = roofline_layer(machine_of(gpu, gpus), dense, requests, batch)
     return _Case(
         f"A layer of {model}, {batch:,} tokens, {gpus} {gpu}, by the data sheet",
-        operations,
+        collective_forms(operations),
+        _TILE / batch,
         paper.TABLE_3,
         batch / dense.num_layers / gpus,
-        lambda path, found: schedule.write(path, found, operations, paper.TABLE_3),
     )
 
 
@@ -141,8 +145,9 @@ def _of_cluster(cluster: str, constants: str, rows: int) -> _Case:
     case = nano_batches.Case(cluster, constants, rows, _KV_TOKENS, _LINKS)
     return _Case(
         f"An MoE layer of {cluster}, {rows} rows and {_KV_TOKENS:,} KV tokens an instance",
-        nano_batches.layer_operations(model, case.loads),
-        nano_batches.INTERFERENCE,
+        [nano_batches.layer_operations(model, case.loads)],
+        1 / rows,
+        model.interference,
         rows / file.model.num_layers,
         lambda path, found: nano_batches.write(path, found, case, model),
     )

@@ -17,7 +17,7 @@ def show(
         typer.Option(help="The file of nanocp serve --config; nanocp profile --overlap makes one."),
     ] = None,
 ) -> None:
-    """Print why windows of each size run in one lane or in two."""
+    """Print why windows of each size run in one lane or in two, and in which order."""
     from rich.table import Table
 
     from nanocp.cli.options.console import output
@@ -30,13 +30,12 @@ def show(
     if not scheduler.lane_table or scheduler.lanes not in ("measured", "off"):
         return
     table = Table(title="lanes of a window, by its fullest instance")
-    for column in ("rows up to", "links up to", "two lanes / one", "lanes", "why"):
-        table.add_column(column, justify="left" if column == "why" else "right")
-    for rows, links, percent in scheduler.lane_table:
-        pays = scheduler.lanes_pay(rows, links) and scheduler.has_lanes
-        table.add_row(
-            str(rows), str(links), f"{percent / 100:.2f}", str(1 + pays), reason(scheduler, percent)
-        )
+    for column in ("rows up to", "links up to", "two lanes / one", "lanes", "order", "why"):
+        table.add_column(column, justify="left" if column in ("order", "why") else "right")
+    for rows, links, percent, order in scheduler.lane_table:
+        num_lanes = 1 + (scheduler.has_lanes and scheduler.lane_order(rows, links) > 0)
+        numbers = str(rows), str(links), f"{percent / 100:.2f}", str(num_lanes)
+        table.add_row(*numbers, order, reason(scheduler, percent))
     console.print(table)
 
 
@@ -48,7 +47,7 @@ _UNMEASURED = {
 
 
 def reason(scheduler: SchedulerConfig, percent: int) -> str:
-    """Reason to run two lanes of this relative time, or not to."""
+    """Why two lanes of this relative time run or not."""
     if percent > 100:
         return f"two lanes cost {percent - 100}%: halves cost more than the waits that they hide"
     saved, least = 100 - percent, scheduler.lane_gain_percent

@@ -153,6 +153,7 @@ def frames_that_fit(
 
 def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
     from data_plane.startup.memory_need import keeps_bf16, memory_need, prefill_bytes
+    from nanocp.cli.plan.page import slot_sentences
     from nanocp.values.experts import num_slots
 
     whole, stores_bf16 = model, _stores_bf16(folder, model)
@@ -211,6 +212,10 @@ def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
             f"A row less (cluster.bounds.max_rows) leaves room for "
             f"{int(need.state // need.page * PAGE_SIZE):,} tokens more on an instance."
         )
+    if model.num_experts:
+        shape = (model.num_experts, model.num_experts_per_token, num_instances)
+        for sentence in slot_sentences(need.experts / share, *shape):
+            typer.echo(sentence)
     if name == _CPU:
         max_rows = config.of_prefill_stages.cluster.bounds.max_rows
         prefill = prefill_bytes(model, config.data_plane, max_rows) / _GB

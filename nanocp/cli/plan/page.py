@@ -21,6 +21,7 @@ from nanocp.simulator.analyser.analysis import (
 )
 from nanocp.simulator.analyser.rank_gauges import RankGauges
 from nanocp.simulator.costs.cluster_file import ClusterFile
+from nanocp.simulator.loads.expert_loads import with_a_slot_more
 from nanocp.simulator.loads.request_logs import RequestLog
 from nanocp.simulator.simulation import FLUID
 from nanocp.simulator.sweep import MAX_RATE
@@ -100,12 +101,26 @@ def cluster_sentences(file: ClusterFile) -> list[str]:
         if memory
         else "instances"
     )
-    kv_gb = frames * PAGE_SIZE * file.model.kv_bytes_per_token / 1e9
+    model = file.model
+    kv_gb = frames * PAGE_SIZE * model.kv_bytes_per_token / 1e9
+    slot_bytes = 1e6 * model.num_moe_layers * model.expert_mb
     return [
         f"{num} x {of_what}; up to {file.cluster.bounds.max_rows} rows each.",
         f"It fits. KV: {frames * PAGE_SIZE:,} tokens ({kv_gb:.1f} GB) on one instance, "
         f"{num * frames * PAGE_SIZE:,} on all.",
+        *slot_sentences(slot_bytes, model.num_experts, model.experts_per_token, num),
         "What a load would gain there: nanocp plan --log FILE.",
+    ]
+
+
+def slot_sentences(slot_bytes: float, experts: int, per_token: int, instances: int) -> list[str]:
+    """A sentence on cluster.redundant_experts, if there are experts and several instances."""
+    if not experts or instances < 2:
+        return []
+    before, after = with_a_slot_more(experts, per_token, instances)
+    return [
+        f"A redundant slot for experts takes {slot_bytes / 1e9:.2f} GB of each instance; by "
+        f"log-normal (1.2) popularity the busiest has {after:.2f} of the mean, not {before:.2f}."
     ]
 
 

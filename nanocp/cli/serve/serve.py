@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
+
+_AWAKE_EVERY_S = 1.0
 
 CONFIG_OPTIONS = FieldOptions(
     [
@@ -284,13 +287,20 @@ def _serve(service: Service, served: Served, output: Output, opened: Callable[[]
         # Inside the try: a program that reads the last line may signal before this returns.
         _describe(service, served, ready, output)
         opened()
-        failure = service.failure.result()
+        failure = _failure_of(service)
         output.fail(failure)
     except KeyboardInterrupt:
         num_open = service.num_open
         finishing = f"finishing {_requests(num_open)}" if num_open else "no request is open"
         output.say(f"draining: {finishing}, refusing new ones; Ctrl-C again to stop now")
     return _drained(service, output, failure)
+
+
+def _failure_of(service: Service) -> str:
+    while True:
+        # The kernel may give a signal to any thread; its handler runs when this one is awake.
+        with suppress(TimeoutError):
+            return service.failure.result(_AWAKE_EVERY_S)
 
 
 def _requests(num: int) -> str:

@@ -67,15 +67,18 @@ def all_judged(num_judged: Mapping[str, int]) -> bool:
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
-    """A column for each policy."""
+    """A column for each policy, with parts of a layer last."""
     from rich.table import Table
 
     table = Table()
     table.add_column("")
     for policy in results:
         table.add_column(policy, justify="right")
-    for row in cells_of(results):
-        table.add_row(*row)
+    for label, key, form in _ROWS:
+        table.add_row(label, *(cell_of(numbers, key, form) for numbers in results.values()))
+    for name in next(iter(results.values()))["layer_us"]:
+        label = f"a layer's {name.removesuffix('_us').replace('_', ' + ')}, us"
+        table.add_row(label, *(f"{n['layer_us'][name]:.1f}" for n in results.values()))
     return table
 
 
@@ -83,15 +86,3 @@ def cell_of(numbers: Mapping[str, Any], key: str, form: str) -> str:
     """A number in a table; "-" without judged requests."""
     is_judged = key.startswith(("attainment", "ttft_", "tpot_", "normalized_", "e2el_"))
     return "-" if is_judged and not numbers["num_judged"] else form.format(numbers[key])
-
-
-def cells_of(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """(row name, value for each policy), with parts of a layer last."""
-    rows = [
-        [label, *(cell_of(numbers, key, form) for numbers in results.values())]
-        for label, key, form in _ROWS
-    ]
-    for name in next(iter(results.values()))["layer_us"]:
-        label = f"a layer's {name.removesuffix('_us').replace('_', ' + ')}, us"
-        rows.append([label, *(f"{n['layer_us'][name]:.1f}" for n in results.values())])
-    return rows

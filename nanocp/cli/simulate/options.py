@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +13,7 @@ from nanocp.config.choices import at_least
 from nanocp.config.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
-    from nanocp.simulator.costs.cluster_file import ClusterFile
-    from nanocp.simulator.costs.cost import CostModel
     from nanocp.simulator.outcome import Slo
-    from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.trial import Trial
 
 _LONGEST = 1e9
@@ -84,6 +81,9 @@ class Scenario(Judged):
     tpot_target_ms: Annotated[int | None, at_least(0)] = None
     """While tokens take longer, a few long prompts wait; 0: none. Default: the cluster file's,
     none."""
+    experts: str = ""
+    """How unevenly rows choose experts: lognormal:1.2, zipf:1.1, or what `nanocp experts --json`
+    wrote. Default: the cluster file's, evenly."""
     begin_empty: bool = False
     """Begin with an empty cluster instead of running requests."""
     steps_per_window: int = 1
@@ -112,6 +112,7 @@ class Scenario(Judged):
         """
         from nanocp.simulator.costs.cluster_file import load_cluster_file
         from nanocp.simulator.drafted_rows import Speculation
+        from nanocp.simulator.loads.expert_loads import expert_imbalance
         from nanocp.simulator.loads.workload import Workload
         from nanocp.simulator.trial import Trial
 
@@ -128,6 +129,10 @@ class Scenario(Judged):
             file = replace(file, ttft_targets=((0, self.ttft_target_ms),))
         if self.tpot_target_ms is not None:
             file = replace(file, tpot_target_ms=self.tpot_target_ms)
+        if self.experts:
+            num_instances = file.cluster.num_instances
+            imbalance = expert_imbalance(self.experts, file.model, num_instances)
+            file = replace(file, expert_imbalance=imbalance)
         schedule = None
         if self.speculate and (self.lanes or self.schedule is not None):
             raise ValueError("speculate is timed without lanes and schedule; give one")
@@ -173,61 +178,13 @@ class Reports:
 
     plots: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False)] = None
     """Write pictures there: latency, balance, queue, layers, scheduler, CP."""
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
-    """Write a trace there, for ui.perfetto.dev or chrome://tracing."""
-    html: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
-    """Write numbers and pictures there, in one file."""
     event_log: Annotated[Path | None, typer.Option(metavar="FILE")] = None
     """Write every call of the scheduler to this file, for `replay`."""
 
-    @property
-    def need_timeline(self) -> bool:
-        """True if a run keeps its timeline."""
-        return bool(self.plots or self.trace or self.html)
-
     def prepare(self) -> None:
-        """Make folders and files before the run.
-
-        Raises ValueError, naming the option.
-        """
-        for option, path in (
-            ("--plots", self.plots),
-            ("--trace", self.trace),
-            ("--html", self.html),
-        ):
-            try:
-                if option == "--plots" and path:
-                    path.mkdir(parents=True, exist_ok=True)
-                elif path:
-                    path.touch()
-            except OSError as error:
-                raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
-
-    def write(
-        self,
-        runs: dict[str, tuple[TimelineRecorder, CostModel]],
-        numbers: dict[str, dict[str, Any]],
-        file: ClusterFile,
-        title: str,
-    ) -> None:
-        """Write pictures, trace and page of the runs, by policy."""
-        if self.plots:
-            from nanocp.simulator.reports.pictures import write_run_pictures
-
-            timelines = {policy: timeline for policy, (timeline, _) in runs.items()}
-            write_run_pictures(self.plots, timelines, title)
-        if self.trace:
-            from nanocp.simulator.reports.chrome_trace import write_trace
-
-            write_trace(self.trace, runs, file.model)
-        if self.html:
-            from nanocp.cli.simulate.numbers import cells_of
-            from nanocp.simulator.reports.html import HtmlPage
-            from nanocp.simulator.reports.pictures import RUN_PICTURES
-
-            report = HtmlPage(title)
-            report.table("Numbers", ("", *numbers), cells_of(numbers))
-            report.pictures(
-                RUN_PICTURES, {policy: timeline for policy, (timeline, _) in runs.items()}
-            )
-            report.write(self.html)
+        """Make the folder before the run. Raises ValueError, naming the option."""
+        try:
+            if self.plots:
+                self.plots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--plots {self.plots} cannot be written: {error.strerror}") from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanocp.cli.options.typed import SET, Option
+from nanocp.cli.options.typed import SET
 from nanocp.cli.simulate.numbers import all_judged, cell_of
 from nanocp.cli.simulate.options import Scenario
 
@@ -23,7 +23,7 @@ _CLUSTER, _WORKLOAD, _POLICIES = "a100x4-qwen2.5-14b", "sharegpt", ["even", "lev
 _HAVE_MEANING = {
     *("cluster", "constants", "workload", "policy", "seconds", "warm_up", "seed"),
     *("length_scale", "slo_tpot_ms", "slo_ttft_ms", "rate", "as_json"),
-    *("layout", "passes", "slow_stage"),
+    "layout",
 }
 _SECONDS, _WARM_UP = 60.0, 15.0
 _ROWS = (
@@ -48,24 +48,9 @@ _ROWS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """Options of a pipeline only."""
-
-    layout: Option[str] = "instances"
-    """instances; or pipeline, where each stage has some layers (docs/develop/pipeline.md). Its
-    policies: even, static:13,13,13,9, delta, level, spread_sampling (also :passes, :vocabulary) and
-    fluid, the bound."""
-    passes: str = "ours"
-    """Forming of a pipeline's passes: ours, vllm, gllm, sarathi or no_mixing."""
-    slow_stage: list[str] = field(default_factory=list)
-    """STAGE:TIMES, a stage that takes so many times as long."""
-
-
 def run_pipeline(
     context: typer.Context,
     scenario: Scenario,
-    options: PipelineOptions,
     rate: float,
     as_json: bool,
 ) -> None:
@@ -80,13 +65,11 @@ def run_pipeline(
     own = {"cluster": _CLUSTER, "workload": _WORKLOAD, "policy": _POLICIES, "warm_up": _WARM_UP}
     unset: dict[str, Any] = {name: value for name, value in own.items() if name not in given}
     scenario = replace(scenario, **unset)
-    outcomes = {
-        policy: _play(scenario, options, policy, rate) for policy in dict.fromkeys(scenario.policy)
-    }
+    outcomes = {policy: _play(scenario, policy, rate) for policy in dict.fromkeys(scenario.policy)}
     if as_json:
         print(json.dumps({name: numbers_of(outcome) for name, outcome in outcomes.items()}))
     else:
-        _show(scenario, options, rate, outcomes)
+        _show(scenario, rate, outcomes)
     if not all_judged({policy: outcome.num_judged for policy, outcome in outcomes.items()}):
         raise typer.Exit(1)
 
@@ -96,9 +79,7 @@ def numbers_of(outcome: PipelineOutcome) -> dict[str, Any]:
     return asdict(outcome) | {"bubble": outcome.bubble}
 
 
-def _play(
-    scenario: Scenario, options: PipelineOptions, policy: str, rate: float
-) -> PipelineOutcome:
+def _play(scenario: Scenario, policy: str, rate: float) -> PipelineOutcome:
     from nanocp.simulator.loads.workload import Workload
     from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file
     from nanocp.simulator.pipeline.simulation import PipelineTrial
@@ -113,25 +94,14 @@ def _play(
         file,
         policy,
         constants=scenario.constants or "fitted",
-        passes=options.passes,
-        slow_stages=tuple(map(_slow_stage, options.slow_stage)),
         warm_up_us=round(1e6 * scenario.warm_up),
         slo=scenario.slo,
     )
     return trial.play(requests)
 
 
-def _slow_stage(given: str) -> tuple[int, float]:
-    stage, _, times = given.partition(":")
-    try:
-        return int(stage), float(times)
-    except ValueError:
-        raise ValueError(f"slow_stage is {given!r}; it must be STAGE:TIMES, as 2:1.5") from None
-
-
 def _show(
     scenario: Scenario,
-    options: PipelineOptions,
     rate: float,
     outcomes: dict[str, PipelineOutcome],
 ) -> None:
@@ -142,8 +112,8 @@ def _show(
     console = output()
     console.print(
         f"{scenario.cluster}, {scenario.constants or 'fitted'}: {scenario.workload} at {rate:g}/s, "
-        f"seed {scenario.seed}, passes of {options.passes}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
-        f"TTFT {scenario.slo_ttft_ms:g} ms"
+        f"seed {scenario.seed}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, TTFT "
+        f"{scenario.slo_ttft_ms:g} ms"
     )
     table = Table()
     table.add_column("")

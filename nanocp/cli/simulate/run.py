@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli.options.typed import Option
 from nanocp.cli.simulate.explain import (
     Explain,
     check_explained,
@@ -23,13 +24,12 @@ from nanocp.cli.simulate.explain import (
 )
 from nanocp.cli.simulate.numbers import all_judged, numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
-from nanocp.cli.simulate.pipeline import LAYOUTS, PipelineOptions, run_pipeline
+from nanocp.cli.simulate.pipeline import LAYOUTS, run_pipeline
 from nanocp.config.choices import Natural, Positive, check_one_of
 
 if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer
     from nanocp.simulator.costs.cluster_file import ClusterFile
-    from nanocp.simulator.costs.cost import CostModel
     from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.simulation import Simulation
     from nanocp.simulator.trial import Trial
@@ -48,6 +48,10 @@ class _Played:
 class RunOptions:
     """Options of a run only."""
 
+    layout: Option[str] = "instances"
+    """instances; or pipeline, where each stage has some layers (docs/develop/pipeline.md). Its
+    policies: even, static:13,13,13,9, delta, level, spread_sampling (also :passes, :vocabulary) and
+    fluid, the bound."""
     prefix_sharing: bool = True
     """Requests share pages of prompts that begin alike."""
     host_pages: Natural = 0
@@ -61,7 +65,6 @@ def run(
     context: typer.Context,
     scenario: Scenario,
     reports: Reports,
-    pipeline: PipelineOptions,
     options: RunOptions,
     rate: Annotated[
         float, typer.Option(help="Requests a second; a trace's times are stretched to it.")
@@ -74,9 +77,9 @@ def run(
         return
     from nanocp.simulator.loads.workload import STATIC
 
-    check_one_of(LAYOUTS, layout=pipeline.layout)
-    if pipeline.layout == "pipeline":
-        run_pipeline(context, scenario, pipeline, rate, as_json)
+    check_one_of(LAYOUTS, layout=options.layout)
+    if options.layout == "pipeline":
+        run_pipeline(context, scenario, rate, as_json)
         return
     if options.host_pages and not options.prefix_sharing:
         raise ValueError("host_pages finds pages by the hashes of prefix_sharing")
@@ -132,16 +135,19 @@ def _run(
     _check_hashes(pages, first, scenario)
     reports.prepare()
     played = _Played(first.file, first.run.measure_us / 1e6)
-    timelines: dict[str, tuple[TimelineRecorder, CostModel]] = {}
+    timelines: dict[str, TimelineRecorder] = {}
     for policy, trial in trials.items():
         trial = replace(trial, **pages).filled()
-        recorder = TimelineRecorder(trial.run) if reports.need_timeline else Recorder(trial.run)
+        recorder = TimelineRecorder(trial.run) if reports.plots else Recorder(trial.run)
         notes = played.notes[policy] = explainer(explain, trial.warm_up_us)
         simulation = trial.simulation(recorder, reports.event_log, notes if explain else None)
         played.numbers[policy] = _play(simulation, policy, trial)
         if isinstance(recorder, TimelineRecorder):
-            timelines[policy] = recorder, simulation.model
-    reports.write(timelines, played.numbers, played.file, _title(scenario, rate, played))
+            timelines[policy] = recorder
+    if reports.plots:
+        from nanocp.simulator.reports.pictures import write_run_pictures
+
+        write_run_pictures(reports.plots, timelines, _title(scenario, rate, played))
     return played
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nanocp.cli.simulate.numbers import cell_of, numbers_of
 from nanocp.cli.simulate.options import AsJson, Scenario
+from nanocp.config.choices import Positive
 
 if TYPE_CHECKING:
     from nanocp.simulator.sweep import Sweep
@@ -43,16 +45,19 @@ _MEANS = (
 )
 
 
-def sweep(
-    scenario: Scenario,
-    first_rate: Annotated[float, typer.Option(help="Requests a second to begin with.")] = 30.0,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Seeds of a mix: the answer is the mean of theirs.")
-    ] = 3,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """Runs of a sweep."""
+
+    first_rate: float = 30.0
+    """Requests a second to begin with."""
+    seeds: Positive = 3
+    """Seeds of a mix: the answer is their mean."""
+
+
+def sweep(scenario: Scenario, tries: Tries, as_json: AsJson = False) -> None:
     """Find the highest rate at which 99% of the requests meet the SLO."""
-    rates = _sweep(scenario, first_rate, seeds)
+    rates = _sweep(scenario, tries.first_rate, tries.seeds)
     if as_json:
         print(json.dumps(rates))
     else:

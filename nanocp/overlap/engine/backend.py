@@ -29,9 +29,9 @@ def overlap_backend(
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Make a backend of torch.compile that runs operators in the order of a policy.
 
-    The batch is the first dimension that `overlap` marks as dynamic (`torch._dynamo.mark_dynamic`).
-    An unsafe graph runs in program order, with a warning; `built` gets the engine of every other
-    one. inductor: compile operators and whole graphs; merging then copies.
+    The batch is the first dynamic dimension (`torch._dynamo.mark_dynamic`). An unsafe graph runs in
+    program order, with a warning; `built` gets any other's engine. inductor: compile operators and
+    whole graphs; merging then copies.
     """
 
     def whole_of(graph: GraphModule) -> Callable[..., Any]:
@@ -58,8 +58,8 @@ def overlap(
 ) -> Callable[..., Any]:
     """Compile a model so that its operators run in the order of a policy.
 
-    The batch is the first dimension of the first input tensor, and of every other of that length,
-    also inside containers and plain objects. inductor: see overlap_backend.
+    The batch is the first dimension of the first tensor, and of every other of that length, also
+    inside containers and plain objects. inductor: see overlap_backend.
     """
     made = torch.compile(model, backend=overlap_backend(policy, built, inductor))
 

@@ -1,4 +1,4 @@
-"""Batch dimension of each value in a TorchDynamo graph, found by its symbol in the shapes."""
+"""Batch dimension of each value in a TorchDynamo graph, by its symbol."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from nanocp.overlap.engine.batch import Cut, Size
 from nanocp.overlap.engine.comparison import altered, difference
 from nanocp.overlap.engine.merge import Writers, joined
 from nanocp.overlap.engine.partition import Program, Value
-from nanocp.overlap.engine.recording import RecordedStep, Recording, describe, record
-from nanocp.overlap.engine.streams import Streams, streams_of
-from nanocp.overlap.ops import Op, OverlapPolicy
+from nanocp.overlap.engine.recording import RecordedStep, Recording, record
+from nanocp.overlap.engine.streams import Streams, launched, streams_of
+from nanocp.overlap.ops import Op, OverlapPolicy, describe
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class OverlapEngine:
     """Runs one program under one policy.
 
-    The policy's calls are recorded once per batch size, then repeated.
+    The policy's calls are recorded once per batch size and key, then repeated.
     """
 
     def __init__(
@@ -34,13 +34,9 @@ class OverlapEngine:
         whole: Callable[..., Any],
         streams_of: Callable[[Sequence[Any]], Streams | None] = streams_of,
     ) -> None:
-        """Begin without a recording.
-
-        whole: the model in program order, for batches that the policy does not split. streams_of:
-        makes streams for the device of the inputs.
-        """
-        self.recordings: dict[int, Recording | None] = {}
-        """By batch size; None: program order."""
+        """whole: the model in program order. streams_of: makes streams for the inputs' device."""
+        self.recordings: dict[tuple[int, Hashable], Recording | None] = {}
+        """By batch size and the policy's key; None: program order."""
         self.num_copied_bytes = 0
         self.program = program
         self._batch, *self._others = program.batch
@@ -58,10 +54,11 @@ class OverlapEngine:
         for number, cut in self._others:
             if inputs[number].shape[cut.dim] != batch_size * cut.rows_each:
                 return self._run_whole(inputs)
-        if batch_size not in self.recordings:
-            self.recordings[batch_size] = self._record(inputs, batch_size)
+        key = batch_size, self._policy.key([inputs[number] for number, _ in self.program.batch])
+        if key not in self.recordings:
+            self.recordings[key] = self._record(inputs, batch_size)
             return self._whole(*inputs)
-        recording = self.recordings[batch_size]
+        recording = self.recordings[key]
         if recording is None:
             return self._whole(*inputs)
         return self._run(inputs, recording)
@@ -170,29 +167,24 @@ class Forward:
 
     def run_on(self, streams: Streams) -> Any:
         """Launch every step on its stream, see `run`."""
-        steps = self._recording.steps
-        awaited = {place for step in steps for place in step.after}
-        events: dict[int, Any] = {}
-        with streams.forked():
-            for place, step in enumerate(steps):
-                with streams.on(step.stream):
-                    for earlier in step.after:
-                        streams.wait(events[earlier])
-                    if step.after or step.stream:
-                        streams.use([each for op in step.ops for each in self._read(op)])
-                    try:
-                        self._run_step(step)
-                    except Exception as error:
-                        self._name(error, step)
-                        raise
-                    if place in awaited:
-                        events[place] = streams.record()
-                self._free(step)
+
+        def run(step: RecordedStep) -> None:
+            if step.after or step.stream:
+                streams.use([each for op in step.ops for each in self._read(op)])
+            try:
+                self._run_step(step)
+            except Exception as error:
+                self._name(error, step)
+                raise
+            self._free(step)
+
+        for _ in launched(self._recording.steps, streams, run):
+            pass
         streams.use(tree_leaves([*self._values, *self._merged_tensors.values()]))
         return self._result()
 
     def _name(self, error: Exception, step: RecordedStep) -> None:
-        error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
+        error.add_note("in " + ", ".join(describe(self._program.tags, op) for op in step.ops))
 
     def _free(self, step: RecordedStep) -> None:
         for micro_batch, number in step.freed:
@@ -225,7 +217,7 @@ class Forward:
         return torch.fx.node.map_aggregate(self._program.outputs, whole)
 
     def _part(self, number: int, value: Any, begin: int, size: int) -> Any:
-        """A micro-batch's part of a value: a view, or a copy if it is written."""
+        """A micro-batch's part: a view, or a copy if it is written."""
         kind = self._program.kinds[number]
         if isinstance(kind, Size):
             return kind.of(size)
@@ -237,7 +229,7 @@ class Forward:
         return value
 
     def _together(self, number: int, parts: Sequence[Any], size: int) -> Any:
-        """A value of `size` rows, copied from its parts unless they are neighbours."""
+        """A value of `size` rows, copied unless its parts are neighbours."""
         kind = self._program.kinds[number]
         if isinstance(kind, Size):
             return kind.of(size)
@@ -294,7 +286,6 @@ class Forward:
             values[number] = output
 
     def _run_merged(self, ops: Sequence[Op]) -> None:
-        """Run an operator once on the rows of neighbouring micro-batches."""
         ops = sorted(ops, key=lambda op: op.micro_batch)
         number, sizes = ops[0].number, [self._recording.sizes[op.micro_batch] for op in ops]
         operator = self._program.operators[number]

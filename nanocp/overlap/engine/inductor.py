@@ -35,7 +35,7 @@ def compiled(program: Program) -> Program:
 
 
 def kind_of(module: GraphModule) -> str:
-    """A key that operators share if they compute the same of equal shapes but for parameters."""
+    """A key of operators that differ in parameters only."""
     places: dict[Node, Any] = {node: f"%{place}" for place, node in enumerate(module.graph.nodes)}
     lines = []
     for node in module.graph.nodes:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from nanocp.overlap.engine.partition import Program
 
 Place = Callable[[Sequence[int], Tensor], Tensor]
-"""Allocates an output of a shape, with the type and device of a given tensor."""
+"""Allocates an output of a shape, like a given tensor."""
 
 
 def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
@@ -29,8 +29,6 @@ def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place)
 
 
 def _into(function: Any) -> Callable[[Tensor, Tensor, Place], Tensor]:
-    """A version of a function such as `torch.add` that writes to `place`."""
-
     def into(one: Tensor, other: Tensor, place: Place) -> Tensor:
         shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
         written: Tensor = function(one, other, out=place(shape, one))
@@ -46,8 +44,8 @@ _INTO |= dict.fromkeys((operator.mul, torch.mul), _into(torch.mul))
 def writer(module: nn.Module, place: int | None) -> GraphModule | None:
     """The module with one more input, the `Place` that output number `place` is written to.
 
-    place: None for a single output. Returns None if the step cannot write there, if the output is
-    read again, or if the module was compiled.
+    place: None for a single output. Returns None if it cannot write there, the output is read
+    again, or the module was compiled.
     """
     if not isinstance(module, GraphModule):
         return None

@@ -58,6 +58,11 @@ class Program:
     batch: tuple[tuple[int, Cut], ...]
     """Inputs with the batch, and how to read its size."""
 
+    @property
+    def tags(self) -> list[str]:
+        """Tags of the operators."""
+        return [each.tag for each in self.operators]
+
 
 @dataclass(frozen=True)
 class Value:
@@ -172,7 +177,7 @@ def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
     for rule in rules:
         if isinstance(rule, SplitModule):
             for path, (_, cls) in (node.meta.get("nn_module_stack") or {}).items():
-                if getattr(cls, "__name__", cls) == rule.class_name:
+                if issubclass(cls, rule.module_class):
                     return path, rule.tag
         elif isinstance(rule, SplitFunc) and re.fullmatch(rule.pattern, called):
             return node.name, rule.tag

@@ -43,8 +43,6 @@ _OF_ROWS = (_Kind.ROWS, _Kind.WOVEN, _Kind.MOVED)
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator before it runs: its writes, and whether it is random."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
@@ -87,8 +85,7 @@ def prove(
     """Every node that writes in place, with its targets. Raises CannotSplit.
 
     The graph runs on five altered rows, and on two and three of them: parts of results must equal
-    results of parts. A sort may move rows if they are moved back. inputs: the graph's tensors, left
-    unchanged.
+    results of parts. A sort may move rows if they are moved back.
     """
     proof, depth = _Proof(graph, batch), torch._C._functorch.get_dynamic_layer_stack_depth()
     device = next((each.device.type for each in _tensors(inputs)), "cpu")
@@ -109,8 +106,6 @@ def prove(
 
 
 class _Proof:
-    """The values of a graph, of the whole and of its parts."""
-
     def __init__(self, graph: GraphModule, batch: BatchSymbol) -> None:
         self.writes: dict[Node, list[Node]] = {}
         self.watched = _Watched()
@@ -168,7 +163,6 @@ class _Proof:
                 raise CannotSplit(f"returns {node.name}, whose rows are not in their places")
 
     def _step(self, node: Node) -> None:
-        """Run one node on the whole and on the parts."""
         read = {self._kinds[each] for each in node.all_input_nodes}
         is_shared = read <= {_Kind.SHARED}
         self.watched.written.clear()
@@ -209,7 +203,6 @@ class _Proof:
         return made
 
     def _accepted(self, node: Node, made: Node, read: Set[_Kind]) -> _Kind:
-        """The kind of a value that the node made or changed; raises CannotSplit."""
         name = node.target if isinstance(node.target, str) else node.target.__name__
         found, tensors = self._found(made), _tensors(self._values[made])
         has_rows, has_order = not read.isdisjoint(_OF_ROWS), _Kind.ORDER in read

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from nanocp.overlap.ops import OrderedStep
+
+AnyStep = TypeVar("AnyStep", bound=OrderedStep)
 
 
 class Streams(Protocol):
@@ -87,6 +91,23 @@ class CudaStreams(Streams):
         return stream
 
 
+def launched(
+    steps: Sequence[AnyStep], streams: Streams, run: Callable[[AnyStep], None]
+) -> Iterator[None]:
+    """Run each step on its stream, behind those that it comes after; yield before each."""
+    awaited = {place for step in steps for place in step.after}
+    events: dict[int, Any] = {}
+    with streams.forked():
+        for place, step in enumerate(steps):
+            yield
+            with streams.on(step.stream):
+                for earlier in step.after:
+                    streams.wait(events[earlier])
+                run(step)
+                if place in awaited:
+                    events[place] = streams.record()
+
+
 def streams_of(inputs: Sequence[Any]) -> CudaStreams | None:
     """Streams of the first CUDA tensor's device; None if there is none."""
     for each in inputs:
@@ -96,9 +117,9 @@ def streams_of(inputs: Sequence[Any]) -> CudaStreams | None:
 
 
 def green_context(num_sms: int, device: torch.device) -> Any:
-    """A green context with that many multiprocessors, across versions of torch.
+    """A green context with that many multiprocessors.
 
-    Raises RuntimeError if torch or the driver lacks green contexts with streams.
+    Raises RuntimeError if torch or the driver lacks them.
     """
     from torch.cuda import green_contexts
 

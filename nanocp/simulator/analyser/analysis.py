@@ -182,15 +182,17 @@ def analyse(
     num_gpus = None
     if not is_quick and trial.file.memory is not None:
         on_way("numbers of GPUs")
-        answers = [size(replace(trial, policy=way.policy)).answer for way in (best, ours)]
-        num_gpus = tuple(answer.num_instances if answer else None for answer in answers)
+        num_gpus = (
+            size(replace(trial, policy=best.policy)),
+            size(replace(trial, policy=ours.policy)),
+        )
     return Analysis(
         _load(trial, requests),
         (*today, ours, bound),
         best,
         ours,
         tuple(_sensitivities(trial, best, ours)),
-        num_gpus,  # type: ignore[arg-type]
+        num_gpus,
         QUICK_PRECISION if is_quick else FINE_PRECISION,
     )
 

@@ -9,7 +9,7 @@ from queue import Queue
 from threading import Thread
 
 from nanocp.simulator.loads.workload_request import QuietUntil, Upcoming
-from nanocp.simulator.outcome import ATTAINMENT, Outcome, Recorder
+from nanocp.simulator.outcome import Outcome, Recorder
 from nanocp.simulator.trial import Trial
 from nanocp.values.group_load import GroupLoad
 
@@ -95,12 +95,3 @@ def play_groups(trial: Trial, num_groups: int, stale_us: int = STALE_US) -> list
             raise group.outcome or RuntimeError("a group was not played")
         outcomes.append(group.outcome)
     return outcomes
-
-
-def all_sustained(outcomes: list[Outcome]) -> bool:
-    """Whether all requests together meet the SLO, and no group fills up."""
-    num_judged = sum(outcome.num_judged for outcome in outcomes)
-    num_missed = sum(outcome.num_missed for outcome in outcomes)
-    is_met = num_missed <= (1 - ATTAINMENT) * num_judged
-    fills_up = any(outcome.is_drifting and outcome.drift > 0 for outcome in outcomes)
-    return is_met and num_judged > 0 and not fills_up

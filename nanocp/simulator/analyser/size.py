@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from nanocp.simulator.costs.cluster_file import ClusterFile
-from nanocp.simulator.outcome import Outcome, Recorder
 from nanocp.simulator.trial import Trial
 
 _MAX_INSTANCES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One size."""
-
-    num_instances: int
-    num_frames: int
-    """0 if the model does not fit."""
-    outcome: Outcome | None
-    why_not: str
-    """Empty: it was simulated."""
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether it sustains the load."""
-        return self.outcome is not None and self.outcome.is_sustained
-
-
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """The sizes tried, smallest first."""
-
-    tried: tuple[Tried, ...]
-
-    @property
-    def answer(self) -> Tried | None:
-        """The smallest size that is enough."""
-        return next((one for one in self.tried if one.is_enough), None)
 
 
 def sizes(file: ClusterFile) -> Sequence[int]:
@@ -49,38 +18,32 @@ def sizes(file: ClusterFile) -> Sequence[int]:
     return range(node, most + 1, node)
 
 
-def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
-    """The smallest cluster that sustains the trial's load; on_size gets each size tried.
+def size(trial: Trial) -> int | None:
+    """Instances of the smallest cluster that sustains the trial's load; None: no number does.
 
     Doubles, then bisects, as if capacity grew with size. Raises ValueError for a cluster file
     without a memory section.
     """
     if trial.file.memory is None:
         raise ValueError("the cluster file has no memory section, so it has one size only")
-    tried: list[Tried] = []
 
     def is_enough(num_instances: int) -> bool:
-        if on_size is not None:
-            on_size(num_instances)
         try:
             file = trial.file.of_size(num_instances)
-        except ValueError as error:
-            tried.append(Tried(num_instances, 0, None, str(error)))
-            return False
-        here = replace(trial, file=file).filled()
-        tried.append(
-            Tried(num_instances, file.cluster.num_frames, here.play(Recorder(here.run)), "")
-        )
-        return tried[-1].is_enough
+        except ValueError:
+            return False  # the model does not fit
+        return replace(trial, file=file).filled().play().is_sustained
 
     possible = sizes(trial.file)
     too_few, enough = 0, min(1, len(possible))  # numbers of nodes
     while enough > too_few and not is_enough(possible[enough - 1]):
         too_few, enough = enough, min(2 * enough, len(possible))
+    if enough == too_few:
+        return None
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if is_enough(possible[middle - 1]):
             enough = middle
         else:
             too_few = middle
-    return Sizing(tuple(sorted(tried, key=attrgetter("num_instances"))))
+    return possible[enough - 1]

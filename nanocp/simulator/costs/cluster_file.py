@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Annotated
 
 from control_plane.scheduler.queue.waiting_queue import invalidity
-from nanocp.config.choices import Natural, check_fields, none_of
+from nanocp.config.choices import (
+    ABOVE_ZERO,
+    AboveZero,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    at_least,
+    between,
+    check_fields,
+    none_of,
+    require,
+)
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import check_ttft_targets
-from nanocp.files.yaml_file import read_yaml
-from nanocp.simulator.costs.yaml_file import names_in, sentence, validated
+from nanocp.overlap.interference import Interference
+from nanocp.overlap.paper import TABLE_3
+from nanocp.simulator.costs.yaml_file import load_file, names_in
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parents[1] / "clusters"
@@ -26,33 +38,33 @@ class Costs:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    attention_us: float
+    attention_us: NotNegative
     """Attention of one row over no tokens."""
-    attention_ps_per_token: float
+    attention_ps_per_token: NotNegative
     """Picoseconds per KV token that the instance reads."""
-    attention_ns_per_row: float
+    attention_ns_per_row: NotNegative
     """Nanoseconds per attention row, own or received: query read, partial written."""
-    exchange_us: float
+    exchange_us: NotNegative
     """Both routes and the merge, on an instance that has a link."""
-    exchange_gb_per_s_within_node: float
+    exchange_gb_per_s_within_node: AboveZero
     """Bandwidth within a node, each direction."""
-    exchange_gb_per_s_between_nodes: float
-    exchange_us_between_nodes: float
+    exchange_gb_per_s_between_nodes: AboveZero
+    exchange_us_between_nodes: NotNegative
     """In addition, on an instance with a link to another node."""
-    dispatch_combine_us: float
+    dispatch_combine_us: NotNegative
     """Dispatch and combine of no rows."""
     dispatch_combine_us_at_128_rows: tuple[tuple[int, float], ...]
     """(EP size, microseconds of both at 128 rows an instance), ascending; linear between."""
-    weights_gb_per_s: float
+    weights_gb_per_s: AboveZero
     """Read bandwidth for weights of experts and of a holder's projections."""
-    gemm_tflops: float
+    gemm_tflops: AboveZero
     """Throughput of the GEMMs of experts and of a holder's projections."""
-    other_us: float
+    other_us: NotNegative
     """Norms, projections, gate, shared expert, launches."""
-    other_ns_per_row: float
-    step_us: float
+    other_ns_per_row: NotNegative
+    step_us: NotNegative
     """Once a step: embedding, lm_head, sampling."""
-    attention_ps_per_query: float = 0.0
+    attention_ps_per_query: NotNegative = 0.0
     """Compute time per KV token and query of a row. Drafts are queries."""
     hides_queries: bool = False
     """Whether own attention hides Q's transfer, and received rows attend in their own launch, as in
@@ -65,20 +77,13 @@ class Costs:
                 f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, "
                 "one or more"
             )
-        numbers = {item.name: getattr(self, item.name) for item in fields(self)}
-        table = numbers.pop("dispatch_combine_us_at_128_rows")
-        numbers |= {f"dispatch_combine_us_at_128_rows of EP size {size}": us for size, us in table}
-        for name, value in numbers.items():
-            if not 0 <= value < inf:
-                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
-        for name in (
-            "exchange_gb_per_s_within_node",
-            "exchange_gb_per_s_between_nodes",
-            "weights_gb_per_s",
-            "gemm_tflops",
-        ):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0; it must be more")
+        for size, us in self.dispatch_combine_us_at_128_rows:
+            require(
+                0 <= us < inf,
+                f"dispatch_combine_us_at_128_rows of EP size {size} is {us}; it must be a finite "
+                "number and not negative",
+            )
+        check_fields(self)
 
     def ps_per_token(self, num_queries: int) -> float:
         """Picoseconds of attention over a token by so many queries of one row.
@@ -111,16 +116,15 @@ class WireForm:
 
     bytes_per_link: int
     """Query and returned partial."""
-    query_bytes: int = 0
+    query_bytes: Natural = 0
     """Query only."""
-    projection_mb: float = 0.0
+    projection_mb: NotNegative = 0.0
     """Weights that a holder reads to project queries and partials."""
-    projection_mflop: float = 0.0
+    projection_mflop: NotNegative = 0.0
     """For each row received."""
 
     def __post_init__(self) -> None:
-        if min(self.query_bytes, self.projection_mb, self.projection_mflop) < 0:
-            raise ValueError(f"{self} has a negative number; none may be")
+        check_fields(self)
         if self.query_bytes > self.bytes_per_link:
             raise ValueError(f"{self} has more bytes of Q than bytes in all")
 
@@ -131,47 +135,31 @@ class ModelShape:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    num_layers: int
-    num_moe_layers: int
-    kv_bytes_per_token: int
+    num_layers: Positive
+    num_moe_layers: Natural
+    kv_bytes_per_token: Positive
     """KV of all layers."""
     num_experts: int
     """Experts of a layer; shares of instances differ by at most one. 0: a dense model."""
     experts_per_token: int
-    expert_mb: float
+    expert_mb: NotNegative
     """Weights of one expert of one layer."""
-    expert_mflop: float
+    expert_mflop: NotNegative
     """One row through one expert."""
     wire_forms: dict[str, WireForm]
     """By name: latent and absorbed."""
-    num_linear_layers: int = 0
+    num_linear_layers: Natural = 0
     """Linear attention layers, in which a row has a state, and no KV."""
-    linear_us_per_row: float = 0.0
+    linear_us_per_row: NotNegative = 0.0
     """Read and write of a row's state in a linear layer; projections are in `other_us`."""
-    state_mb: float = 0.0
+    state_mb: NotNegative = 0.0
     """A row's state in all linear layers together."""
 
     def __post_init__(self) -> None:
-        if not (
-            0 <= self.num_linear_layers < self.num_layers
-            and 0 <= self.linear_us_per_row < inf
-            and 0 <= self.state_mb < inf
-        ):
-            raise ValueError(
-                f"num_linear_layers is {self.num_linear_layers}, linear_us_per_row "
-                f"{self.linear_us_per_row} and state_mb {self.state_mb}; the first must be from 0 "
-                f"to {self.num_layers - 1}, the others finite and not negative"
-            )
-        if (
-            not 0 <= self.num_moe_layers <= self.num_layers
-            or self.num_layers < 1
-            or self.kv_bytes_per_token < 1
-        ):
-            raise ValueError(
-                f"num_layers is {self.num_layers}, num_moe_layers {self.num_moe_layers} and "
-                f"kv_bytes_per_token {self.kv_bytes_per_token}; the first and last must be "
-                "positive, the second from 0 to the first"
-            )
+        check_fields(self)
+        most = self.num_layers
+        for name, high in (("num_moe_layers", most), ("num_linear_layers", most - 1)):
+            between(0, high).check(name, getattr(self, name))
         experts = (self.num_experts, self.experts_per_token)
         if (min(experts) < 1) if self.num_moe_layers else any(experts):
             raise ValueError(
@@ -181,11 +169,6 @@ class ModelShape:
             )
         if not self.wire_forms:
             raise ValueError("there are 0 wire_forms; there must be 1 or more")
-        for name in ("expert_mb", "expert_mflop"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be finite and not negative"
-                )
 
     @property
     def num_full_layers(self) -> int:
@@ -210,27 +193,18 @@ class Memory:
     __pydantic_config__ = {"extra": "forbid"}
 
     gpu: str
-    hbm_gb: float
-    usable_share: float
+    hbm_gb: AboveZero
+    usable_share: Share
     """Share of it that an instance fills."""
-    rest_gb: float
+    rest_gb: NotNegative
     """Weights that every instance has: all but the routed experts."""
-    reserve_gb: float
+    reserve_gb: NotNegative
     """Captured graphs and libraries."""
-    exchange_mb_per_peer: float = 0.0
+    exchange_mb_per_peer: NotNegative = 0.0
     """Receive buffers for each other instance, in MB of 10^6 bytes."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.usable_share <= 1 or not 0 < self.hbm_gb < inf:
-            raise ValueError(
-                f"hbm_gb is {self.hbm_gb} and usable_share {self.usable_share}; the first must be "
-                "positive, the second above 0 and at most 1"
-            )
-        if not 0 <= min(self.rest_gb, self.reserve_gb, self.exchange_mb_per_peer) < inf:
-            raise ValueError(
-                f"rest_gb is {self.rest_gb}, reserve_gb {self.reserve_gb} and exchange_mb_per_peer "
-                f"{self.exchange_mb_per_peer}; none may be negative"
-            )
+        check_fields(self)
 
     def num_frames(self, model: ModelShape, num_instances: int, max_rows: int) -> int:
         """Frames of each of num_instances; raises ValueError, with the sum, if none is left."""
@@ -267,12 +241,12 @@ class ClusterFile:
     model: ModelShape
     costs: dict[str, Costs]
     """By the name of the set, such as peak and fitted."""
-    ingest_gb_per_s: float
+    ingest_gb_per_s: AboveZero
     """GB of KV a second that an instance receives; its transfers take turns."""
-    ingest_tail_share: float = 1.0
+    ingest_tail_share: Share = 1.0
     """Share of a prompt's KV that is still to come when the request arrives. 1: prefill sends all
     of it at the end; less: it sends while it computes."""
-    prefill_gb_per_s: float | None = None
+    prefill_gb_per_s: Annotated[float | None, ABOVE_ZERO] = None
     """GB of KV a second that all of prefill sends, shared equally. None: as much as the instances
     receive."""
     ttft_targets: tuple[tuple[int, int], ...] = ()
@@ -280,6 +254,8 @@ class ClusterFile:
     of a workload have priority 0."""
     tpot_target_ms: Natural = 0
     """The service's scheduler.tpot_target_ms, whatever the policy. 0: nobody is deferred."""
+    expert_imbalance: Annotated[float, at_least(1)] = 1.0
+    """Pairs of rows and experts on the busiest instance over the mean, on average of MoE layers."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Degrees that the length profile chooses from."""
     row_buckets: tuple[int, ...] = field(default=(8, 16, 32, 48, 64, 96, 128, 192, 256))
@@ -288,20 +264,10 @@ class ClusterFile:
     """Attention rows of the captured graphs, ascending. Empty: as row_buckets."""
     memory: Memory | None = None
     """None: cluster.num_frames gives the frames of an instance."""
+    interference: Interference = TABLE_3
+    """The network's and memory's part of a GPU."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.ingest_gb_per_s < inf:
-            raise ValueError(
-                f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive and finite"
-            )
-        if not 0 < self.ingest_tail_share <= 1:
-            raise ValueError(
-                f"ingest_tail_share is {self.ingest_tail_share}; it must be above 0 and at most 1"
-            )
-        if self.prefill_gb_per_s is not None and not 0 < self.prefill_gb_per_s < inf:
-            raise ValueError(
-                f"prefill_gb_per_s is {self.prefill_gb_per_s}; it must be positive and finite"
-            )
         check_ttft_targets(self.ttft_targets)
         check_fields(self)
         if not self.costs:
@@ -353,14 +319,19 @@ class ClusterFile:
         return self.ingest_tail_share * self.model.kv_bytes_per_token / self.ingest_gb_per_s
 
     def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
-        """Microseconds of a layer's expert GEMMs on the instance with most experts.
+        """Microseconds of a layer's expert GEMMs on the instance with most experts and pairs.
 
-        mean_rows: of an instance, spread evenly over experts.
+        mean_rows: of an instance.
         """
         model, num_instances = self.model, self.cluster.num_instances
         num_local = model.most_experts(num_instances)
         share = num_local * num_instances / max(1, model.num_experts)
-        mflop = share * mean_rows * model.experts_per_token * model.expert_mflop
+        mflop = (
+            max(share, self.expert_imbalance)
+            * mean_rows
+            * model.experts_per_token
+            * model.expert_mflop
+        )
         return costs.gemm_us(num_local * model.expert_mb, mflop)
 
     @property
@@ -403,14 +374,7 @@ def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> Cl
     Raises ValueError for an unknown name, an unreadable or an invalid file.
     """
     path = cluster_path(name_or_path)
-    tree = read_yaml(path, "cluster file")
-    try:
-        file = validated(ClusterFile, tree)
-    except ValidationError as error:
-        details = [dict(detail) for detail in error.errors()]
-        raise ValueError(
-            "\n".join(f"{path}: {sentence(detail, ClusterFile)}" for detail in details)
-        ) from error
+    tree, file = load_file(path, ClusterFile)
     if file.memory is not None and "num_frames" in tree["cluster"]:
         raise ValueError(
             f"{path}: cluster.num_frames is given beside memory, from which frames are derived; "

@@ -106,6 +106,7 @@ class CostModel:
         self._model = file.model
         self._num_shares = num_shares
         self.once_us = costs.step_us
+        self.interference = file.interference
         self._row_buckets = file.row_buckets
         self._attention_buckets = file.attention_row_buckets or file.row_buckets
         self._dispatch_us = self._us_per_row = 0.0
@@ -146,8 +147,10 @@ class CostModel:
         model, shares = self._model, self._num_shares
         first = self._slowest_first_phase(loads, num_queries)
         rows = max(loads.rows) / shares
-        dispatch_combine = self.dispatch_combine_us(rows)
-        expert = self._expert_us(loads)
+        mean_rows = sum(loads.rows) / (len(loads.rows) * shares)
+        pairs_rows = max(rows, self._file.expert_imbalance * mean_rows)
+        dispatch_combine = self.dispatch_combine_us(pairs_rows)
+        expert = self._file.layer_expert_us(self._costs, mean_rows)
         linear_us = self._other_us(rows) + rows * model.linear_us_per_row
         total = (
             model.num_full_layers * sum(first)
@@ -191,15 +194,17 @@ class CostModel:
     def step_in_two_lanes(self, loads: Loads) -> StepTime:
         """The step's time with half of each instance's rows in each lane (overlap.md).
 
-        A layer takes the longest of both lanes' compute, both lanes' transfers, and one lane's sum.
-        Each lane reads the weights.
+        Each lane reads the weights; what travels takes as long as the whole batch's, with a part of
+        the GPU.
         """
-        lane = self.step(loads.part(0.5)).layer
+        lane, whole = self.step(loads.part(0.5)).layer, self.step(loads).layer
+        two_lanes_us = self.interference.two_lanes_us
         first_us, exchange_us = lane.attention_us + lane.other_us, lane.exchange_us
-        dense_us = _of_both_lanes(first_us, exchange_us)
+        dense_us = two_lanes_us(first_us, exchange_us, whole.exchange_us)
         compute_us = first_us + lane.expert_us
         network_us = exchange_us + lane.dispatch_combine_us
-        moe_us = _of_both_lanes(compute_us, network_us)
+        both_us = whole.exchange_us + whole.dispatch_combine_us
+        moe_us = two_lanes_us(compute_us, network_us, both_us)
         num_moe = self._model.num_moe_layers
         num_dense = self._model.num_layers - num_moe
         total_us = num_dense * dense_us + num_moe * moe_us + self.once_us
@@ -216,7 +221,7 @@ class CostModel:
             two_lanes=True,
         )
 
-    def lane_table(self, cluster: ClusterConfig) -> tuple[tuple[int, int, int], ...]:
+    def lane_table(self, cluster: ClusterConfig) -> tuple[tuple[int, int, int, str], ...]:
         """`scheduler.lane_table` for equally full instances.
 
         By rows, without links and with a link for each row; frames fill as rows do.
@@ -227,20 +232,14 @@ class CostModel:
             for links in (0, rows):
                 loads = Loads([rows * tokens_per_row], [rows], [rows + links], [links], [0])
                 two_us, one_us = self.step_in_two_lanes(loads).step_us, self.step(loads).step_us
-                table.append((rows, links, max(1, round(100 * two_us / one_us))))
+                percent = max(1, round(100 * two_us / one_us))
+                table.append((rows, links, percent, "behind_first"))
         return tuple(table)
-
-    def layer_of(self, loads: Loads, instance: int) -> LayerTime:
-        """Layer time of one instance without waiting for others."""
-        dispatch_combine = self.dispatch_combine_us(loads.rows[instance] / self._num_shares)
-        return LayerTime(
-            *self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads)
-        )
 
     def _slowest_first_phase(
         self, loads: Loads, num_queries: int = 1
     ) -> tuple[float, float, float]:
-        """The longest `_first_phase` of all instances; times by rows and links are cached."""
+        """The longest first phase of all instances; times by rows and links are cached."""
         costs, shares, without_tokens = self._costs, self._num_shares, self._without_tokens
         ps_per_token = costs.ps_per_token(num_queries)
         slowest, longest_us = (0.0, 0.0, 0.0), -1.0
@@ -275,23 +274,6 @@ class CostModel:
             query_us, exchange_us = 0.0, query_us + exchange_us
         rows_us = costs.attention_ns_per_row * padded / 1e3
         return rows_us, exchange_us, query_us, self._other_us(rows / shares)
-
-    def _first_phase(self, loads: Loads, instance: int) -> tuple[float, float, float]:
-        shares = self._num_shares
-        attention = self.attention_us(
-            loads.kv_tokens[instance] / shares, loads.attention_rows[instance] / shares
-        )
-        exchange = self.exchange_us(
-            loads.links[instance],
-            loads.links_between_nodes[instance],
-            loads.attention_rows[instance] - loads.rows[instance],
-            attention * loads.rows[instance] / max(1, loads.attention_rows[instance]),
-        )
-        return attention, exchange, self._other_us(loads.rows[instance] / shares)
-
-    def _expert_us(self, loads: Loads) -> float:
-        mean_rows = sum(loads.rows) / (len(loads.rows) * self._num_shares)
-        return self._file.layer_expert_us(self._costs, mean_rows)
 
     def attention_us(self, kv_tokens: float, attention_rows: float, num_queries: int = 1) -> float:
         """Attention over the instance's tokens by its rows, padded to their bucket."""
@@ -405,10 +387,6 @@ def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:
     (low_size, low_us), (high_size, high_us) = points[lower], points[upper]
     share = (ep_size - low_size) / (high_size - low_size) if high_size > low_size else 0.0
     return max(0.0, low_us + share * (high_us - low_us) - costs.dispatch_combine_us) / 128
-
-
-def _of_both_lanes(compute_us: float, network_us: float) -> float:
-    return max(2 * compute_us, 2 * network_us, compute_us + network_us)
 
 
 def _padded(rows: float, buckets: tuple[int, ...]) -> float:

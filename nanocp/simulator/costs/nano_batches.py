@@ -9,13 +9,10 @@ from pathlib import Path
 from nanocp.overlap import schedule as schedules
 from nanocp.overlap.interference import COMPUTE, MEMORY, NETWORK
 from nanocp.overlap.operations import NanoOperation, Operation, without_empty
-from nanocp.overlap.paper import TABLE_3
 from nanocp.overlap.predict import Order
 from nanocp.simulator.costs.cluster_file import ClusterFile
 from nanocp.simulator.costs.cost import CostModel, LayerTime, Loads, StepTime
 
-INTERFERENCE = TABLE_3
-"""The paper's, of an A100; other GPUs were not measured."""
 _OPERATIONS: dict[str, Callable[[LayerTime], float]] = {
     "other": lambda layer: layer.other_us,
     "attention": lambda layer: layer.attention_us,
@@ -28,6 +25,8 @@ _OPERATIONS: dict[str, Callable[[LayerTime], float]] = {
 _IN_EVERY_LAYER = ("other", "attention", "exchange")
 """Operations in layers without experts too."""
 _NETWORK = ("exchange", "dispatch", "combine")
+_ROUNDING = 1e-9
+"""Share of a step: sums in another order are no gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Case:
     rows: int
     tokens: int
     links: int
-    """Rows that each instance sends to another one of its node."""
+    """Rows that an instance sends within its node."""
 
     @property
     def loads(self) -> Loads:
@@ -50,12 +49,12 @@ class Case:
 
 
 def layer_operations(model: CostModel, loads: Loads) -> tuple[Operation, ...]:
-    """One MoE layer's operations in a chain; fixed costs such as weights repeat per part."""
+    """One MoE layer's operations in a chain; fixed costs repeat per part, but for latencies."""
     whole, half = (model.step(loads.part(part)).layer for part in (1.0, 0.5))
     operations, names = [], list(_OPERATIONS)
     for number, (name, us_of) in enumerate(_OPERATIONS.items()):
         us = us_of(whole)
-        fixed_us = min(max(2 * us_of(half) - us, 0.0), us)
+        fixed_us = 0.0 if name in _NETWORK else min(max(2 * us_of(half) - us, 0.0), us)
         is_memory = name == "attention" or fixed_us > us / 2
         resource = NETWORK if name in _NETWORK else MEMORY if is_memory else COMPUTE
         needs, before = ((names[number - 1],), ()) if number else ((), (names[-1],))
@@ -68,17 +67,19 @@ class ScheduledSteps:
 
     def __init__(self, model: CostModel, file: ClusterFile, schedule: schedules.Schedule) -> None:
         self._model, self._shape = model, file.model
-        self._order = Order(schedule, INTERFERENCE)
+        self._order = Order(schedule, model.interference)
 
     def step(self, loads: Loads) -> StepTime:
-        """The step's time in the schedule's order, or in program order where that is shorter."""
+        """The step's time in the shorter of the schedule's and program order."""
         plain = self._model.step(loads)
         parts = {
             part: self._model.step(loads.part(part)).layer
             for part in {_size(slot.nano) for slot in self._order.slots}
         }
         layers_us = [
-            _OPERATIONS[slot.nano.operation.name](parts[_size(slot.nano)])
+            _size(slot.nano) * _OPERATIONS[slot.nano.operation.name](plain.layer)
+            if slot.nano.operation.resource == NETWORK
+            else _OPERATIONS[slot.nano.operation.name](parts[_size(slot.nano)])
             for slot in self._order.slots
         ]
         names = [slot.nano.operation.name for slot in self._order.slots]
@@ -94,16 +95,18 @@ class ScheduledSteps:
             us += _OPERATIONS[name](plain.layer) * (
                 num_layers if name in _IN_EVERY_LAYER else num_moe
             )
-        if us >= plain.step_us:
+        plain_us = num_layers * sum(plain.layer[:3]) + num_moe * sum(plain.layer[3:])
+        plain_us += self._model.once_us
+        if us >= plain_us * (1 - _ROUNDING):
             return plain
-        share = us / plain.step_us
+        share = us / plain_us
         return StepTime(round(us), LayerTime(*(share * each for each in plain.layer)), False, True)
 
 
 def write(path: Path, schedule: schedules.Schedule, case: Case, model: CostModel) -> None:
     """Write a schedule with its case."""
     operations = layer_operations(model, case.loads)
-    schedules.write(path, schedule, operations, INTERFERENCE, asdict(case))
+    schedules.write(path, schedule, operations, model.interference, asdict(case))
 
 
 def read(path: Path, cluster: str, constants: str, model: CostModel) -> schedules.Schedule:
@@ -116,14 +119,13 @@ def read(path: Path, cluster: str, constants: str, model: CostModel) -> schedule
         case = Case(**found)
     except TypeError:
         raise ValueError(
-            f"{path}: it is not for a simulated cluster; nanocp overlap search --cluster makes one"
+            f"{path}: case is {found}, of no simulated cluster; nanocp overlap search --cluster "
+            "makes one"
         ) from None
-    if (case.cluster, case.constants) != (cluster, constants):
-        raise ValueError(
-            f"{path}: made for cluster {case.cluster} and constants {case.constants}, not for "
-            f"{cluster} and {constants}"
-        )
-    return schedules.read(path, layer_operations(model, case.loads), INTERFERENCE)
+    for name, wanted in (("cluster", cluster), ("constants", constants)):
+        if found[name] != wanted:
+            raise ValueError(f"{path}: case.{name} is {found[name]!r}; it must be {wanted!r}")
+    return schedules.read(path, layer_operations(model, case.loads), model.interference)
 
 
 def _size(nano: NanoOperation) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import ValidationError
 
 from nanocp.config.choices import none_of
+from nanocp.files.yaml_file import given, read_yaml, sentence, validated
 
 File = TypeVar("File")
 
@@ -19,28 +19,24 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def validated(kind: type[File], tree: Any) -> File:
-    """The tree as a value of this class. Raises pydantic.ValidationError."""
-    return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
+def load_file(path: Path, kind: type[File]) -> tuple[dict[str, Any], File]:
+    """The file's tree, and it as a value of this class. Raises ValueError with each mistake."""
+    tree = read_yaml(path, "cluster file")
+    try:
+        return tree, validated(kind, tree)
+    except ValidationError as error:
+        details = map(dict, error.errors())
+        raise ValueError(
+            "\n".join(f"{path}: {_sentence(each, kind)}" for each in details)
+        ) from error
 
 
-def sentence(detail: dict[str, Any], kind: type) -> str:
-    """One of pydantic's error details as a sentence."""
+def _sentence(detail: dict[str, Any], kind: type) -> str:
     where = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        nearest = none_of(str(detail["loc"][-1]), _known_keys(kind, detail["loc"][:-1]))
-        return f"{where} is no key of a cluster file; {nearest}"
-    if detail["type"] == "value_error":
-        message = str(detail["ctx"]["error"])
-        return f"{where}: {message}" if where else message
-    if detail["type"] == "missing":
-        return f"{where} is missing"
-    wanted = (
-        "a mapping of keys"
-        if detail["type"] == "dataclass_type"
-        else detail["msg"].removeprefix("Input should be ")
-    )
-    return f"{where or 'the file'} is {json.dumps(detail['input'])[:80]}; it must be {wanted}"
+    if detail["type"] not in ("unexpected_keyword_argument", "extra_forbidden"):
+        return sentence(detail, where, given(detail["input"]))
+    nearest = none_of(str(detail["loc"][-1]), _known_keys(kind, detail["loc"][:-1]))
+    return f"{where} is no key of a cluster file; {nearest}"
 
 
 def _known_keys(kind: Any, loc: tuple[Any, ...]) -> list[str]:

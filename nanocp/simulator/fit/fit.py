@@ -277,16 +277,18 @@ def as_measured(scheduler: SchedulerConfig, fitted: Fitted, sweep: Sweep) -> Sch
     return replace(scheduler, cp_degree_buckets=buckets, cp_degree_max=degree_max, costs=costs)
 
 
-def profile_yaml(section: SchedulerConfig | PassesConfig, about: Sequence[str]) -> str:
-    """The profile: every measured key of the section."""
+def profile_yaml(
+    section: SchedulerConfig | PassesConfig, measured_on: Mapping[str, str], about: Sequence[str]
+) -> str:
+    """The profile: every measured key of the section. measured_on: the device and the model."""
     name = "pipeline" if isinstance(section, PassesConfig) else "scheduler"
     measured = {
         key: getattr(section, key)
         for key, marks in marks_of(type(section)).items()
         if PROFILED in marks
     }
-    tree = {name: measured | {"costs": asdict(section.costs)}}
-    return _document(tree, about)
+    measured |= {"costs": asdict(section.costs)}
+    return _document({"measured_on": dict(measured_on), name: measured}, about)
 
 
 def serve_yaml(tree: dict[str, Any], profile: Path, about: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from nanocp.simulator.loads.workload_request import WorkloadRequest
-from nanocp.simulator.outcome import Latency, Slo, percentile
+from nanocp.simulator.outcome import Latency, Slo, latency_of, percentile
 from nanocp.simulator.pipeline.stages import SimulatedStage
 
 
@@ -80,15 +80,9 @@ class PipelineRecorder:
         """Record a request's last token."""
         if request.arrival_us < self._warm_up_us:
             return
-        later = request.output_len - 1
-        e2el_us = last_us - request.arrival_us
-        latency = Latency(
-            first_us - request.arrival_us,
-            (last_us - first_us) / later if later else None,
-            e2el_us / request.output_len,
-        )
+        latency = latency_of(request, first_us, last_us)
         self._num_met += latency.meets(self._slo)
-        self._latencies.append((latency, e2el_us))
+        self._latencies.append((latency, last_us - request.arrival_us))
 
     def refused(self, request: WorkloadRequest) -> None:
         """Record a request that the scheduler ended."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from nanocp.config.choices import Natural, Positive, check_fields, check_one_of, require
-from nanocp.files.yaml_file import read_yaml
-from nanocp.simulator.costs.yaml_file import names_in, validated
+from nanocp.config.choices import (
+    AboveZero,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    check_fields,
+    check_one_of,
+    require,
+)
+from nanocp.simulator.costs.yaml_file import load_file, names_in
 from nanocp.values.passes import Span, even_split
 from nanocp.values.plan import PAGE_SIZE
 
@@ -24,24 +30,21 @@ class StageCosts:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    weights_gb_per_s: float
+    weights_gb_per_s: AboveZero
     """Read bandwidth for weights and KV."""
-    gemm_tflops: float
+    gemm_tflops: AboveZero
     """Throughput of GEMMs and of attention of chunks."""
-    sampled_us: float
+    sampled_us: NotNegative
     """Sampling, for each token (alpha)."""
-    sampling_us: float
+    sampling_us: NotNegative
     """Sampling, for each pass that samples (beta)."""
-    link_gb_per_s: float
+    link_gb_per_s: AboveZero
     """Hidden rows and KV, each direction of a stage."""
-    hop_us: float
+    hop_us: NotNegative
     """Latency of a message from stage to stage."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            require(0 <= value < inf, f"{name} is {value}; it must be finite and not negative")
-        for name in ("weights_gb_per_s", "gemm_tflops", "link_gb_per_s"):
-            require(getattr(self, name) > 0, f"{name} is 0; it must be more")
+        check_fields(self)
 
     def sample_us(self, num_sampled: int) -> float:
         """Microseconds of a pass that samples so many tokens; 0 for none."""
@@ -55,24 +58,21 @@ class LayerShape:
     __pydantic_config__ = {"extra": "forbid"}
 
     num_layers: Positive
-    layer_mb: float
+    layer_mb: AboveZero
     """Weights of a layer."""
-    layer_mflop: float
+    layer_mflop: AboveZero
     """One token through a layer, without attention."""
-    attention_mflop: float
+    attention_mflop: AboveZero
     """One token, for each token that it attends to, in a layer."""
     kv_bytes: Positive
     """KV of one token in a layer."""
     hidden_bytes: Positive
     """A hidden row."""
-    head_mb: float
+    head_mb: AboveZero
     """Weights of lm_head, and as many of the embedding."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("layer_mb", "layer_mflop", "attention_mflop", "head_mb"):
-            value = getattr(self, name)
-            require(0 < value < inf, f"{name} is {value}; it must be positive and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,13 @@ class DeviceMemory:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    hbm_gb: float
-    usable_share: float
-    reserve_gb: float
+    hbm_gb: AboveZero
+    usable_share: Share
+    reserve_gb: NotNegative
     """Activations and all else but weights and KV."""
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.hbm_gb < inf and 0 < self.usable_share <= 1 and 0 <= self.reserve_gb < inf,
-            f"memory is {self}; hbm_gb must be positive, usable_share above 0 and at most 1, and "
-            "reserve_gb not negative",
-        )
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +180,4 @@ def load_pipeline_file(name_or_path: str) -> PipelineFile:
     if path.suffix not in (".yaml", ".yml"):
         check_one_of((*shipped_pipelines(), "a .yaml file"), cluster=name_or_path)
         path = SHIPPED / f"{name_or_path}.yaml"
-    tree = read_yaml(path, "cluster file")
-    try:
-        return validated(PipelineFile, tree)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        where = ".".join(str(part) for part in detail["loc"]) or "the file"
-        raise ValueError(f"{path}: {where}: {detail['msg']}") from error
+    return load_file(path, PipelineFile)[1]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.pipeline.layer_policies import make_layer_policy
 from control_plane.scheduler.pipeline.pass_rows import PassRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from control_plane.scheduler.pipeline.predictor import predict_pass
-from nanocp.config.choices import check_one_of, require
+from nanocp.config.choices import require
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.passes import PassCosts
 from nanocp.config.pipeline import PipelineConfig
@@ -17,7 +17,6 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs
-from nanocp.simulator.pipeline.forming import PASS_FORMS, FormedRows
 from nanocp.simulator.pipeline.outcome import PipelineOutcome, PipelineRecorder
 from nanocp.simulator.pipeline.pipeline_file import PipelineFile
 from nanocp.simulator.pipeline.stages import EventHeap, Stages, TimedPass
@@ -39,6 +38,8 @@ SPREAD = ("spread_sampling", "spread_sampling:passes", "spread_sampling:vocabula
 """Static layouts with lm_head on every stage: sampling is split by rows, by passes, or by
 vocabulary."""
 _NUM_MIXES = 300
+MakeRows = Callable[[int, int, Callable[[], float]], PassRows]
+"""Makes rows of (stages, most tokens of a pass, share of free frames)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class PipelineTrial:
     policy: str = "level"
     """A layer policy, one of SPREAD, or fluid."""
     constants: str = "fitted"
-    passes: str = "ours"
-    """Batch forming: a name of PASS_FORMS."""
+    make_rows: MakeRows | None = None
+    """Another way of forming passes; None: the service's."""
     predictor: str = "ours"
     """Form of the predictor: a name of fit.FORMS."""
     layout_window: int = 25
@@ -117,7 +118,6 @@ class PipelineSimulation:
 
     def __init__(self, trial: PipelineTrial) -> None:
         """Raises ValueError for unknown names and for a model that does not fit."""
-        check_one_of(PASS_FORMS, passes=trial.passes)
         for stage, slowness in trial.slow_stages:
             require(
                 0 <= stage < trial.file.num_stages and slowness > 0,
@@ -128,7 +128,7 @@ class PipelineSimulation:
         self._policy = trial.policy
         self.pipeline = trial.pipeline()
         self._num_frames = trial.num_frames(self.pipeline)
-        self.scheduler = self._make_scheduler(trial.passes)
+        self.scheduler = self._make_scheduler(trial.make_rows)
         self._heap = EventHeap()
         self._stages = Stages(
             self._heap,
@@ -164,7 +164,7 @@ class PipelineSimulation:
             self._stages.stall_us,
         )
 
-    def _make_scheduler(self, form: str) -> PipelineScheduler:
+    def _make_scheduler(self, make_rows: MakeRows | None) -> PipelineScheduler:
         file, pipeline, num_frames = self._file, self.pipeline, self._num_frames
         cluster = ClusterConfig(
             num_instances=1,
@@ -178,13 +178,9 @@ class PipelineSimulation:
             prefix_sharing=False, max_queued_requests=1_000_000, max_queued_tokens=10**12
         )
         rows: PassRows | None = None
-        if form != "ours":
-            rows = FormedRows(
-                form,
-                pipeline.num_stages,
-                pipeline.max_pass_tokens,
-                lambda: scheduler.load.frames_free / num_frames,
-            )
+        if make_rows is not None:
+            sizes = pipeline.num_stages, pipeline.max_pass_tokens
+            rows = make_rows(*sizes, lambda: scheduler.load.frames_free / num_frames)
         scheduler = PipelineScheduler(cluster, config, pipeline, rows)
         return scheduler
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -51,7 +51,7 @@ LOOKS: Any = {  # Any: the type of its keys is a literal of every setting there 
     "legend.frameon": False,
 }
 _NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
-_PERCENT = FuncFormatter(lambda value, _: f"{100 * value:,g}%")
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:,g}%")
 _COLUMNS_PER_INCH = 15
 _LEGEND_CHARACTERS_PER_INCH, _CHARACTERS_OF_A_HANDLE = 13, 6
 """At 9 points."""
@@ -99,7 +99,7 @@ def titled(figure: Figure, about: str) -> Figure:
 
 def latency_cdf(runs: Runs) -> Figure:
     """CDF of the times to the first token and of the times per later token."""
-    figure, panels = _panels(1, 2, 4.2, 3.4, sharey=True)
+    figure, panels = make_panels(1, 2, 4.2, 3.4, sharey=True)
     slo = next(iter(runs.values())).run.slo
     for axes, name, slo_us in (
         (panels[0], "ttft_us", slo.ttft_us),
@@ -107,7 +107,7 @@ def latency_cdf(runs: Runs) -> Figure:
     ):
         worst_ms = slo_us / 1e3
         for policy, timeline in runs.items():
-            color, dashes, _ = _style(policy)
+            color, dashes, _ = style_of(policy)
             times = (getattr(latency, name) for latency in timeline.latencies())
             ms = sorted(us / 1e3 for us in times if us is not None)
             worst_ms = max(worst_ms, percentile(ms, 99))
@@ -120,14 +120,14 @@ def latency_cdf(runs: Runs) -> Figure:
         axes.set(ylim=(0, 1.02), xlim=(0, 1.1 * worst_ms))
     panels[0].set(xlabel="time to the first token (TTFT), ms", ylabel="share of requests")
     panels[1].set(xlabel="time per later token (TPOT), ms")
-    panels[0].yaxis.set_major_formatter(_PERCENT)
-    _legend(figure, panels[0], 4)
+    panels[0].yaxis.set_major_formatter(PERCENT)
+    add_legend(figure, panels[0], 4)
     return figure
 
 
 def balance(runs: Runs) -> Figure:
     """Draw KV tokens and rows of each instance over time, and their mean (Figure 14 a to c)."""
-    figure, panels = _panels(2, len(runs), 2.6, 2.0)
+    figure, panels = make_panels(2, len(runs), 2.6, 2.0)
     norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=_RELATIVE_MAX)
     image = None
     for column, (policy, timeline) in enumerate(runs.items()):
@@ -159,7 +159,7 @@ def balance(runs: Runs) -> Figure:
 
 def queue(runs: Runs) -> Figure:
     """Free memory beside the need of the queue's head (Figure 5c and Figure 14, high load)."""
-    figure, panels = _panels(2, len(runs), 3.0, 1.9, sharey="row", sharex=True)
+    figure, panels = make_panels(2, len(runs), 3.0, 1.9, sharey="row", sharex=True)
     for column, (policy, timeline) in enumerate(runs.items()):
         above, below = panels[column], panels[len(runs) + column]
         samples, seconds = timeline.samples, _seconds(timeline)
@@ -199,7 +199,7 @@ def queue(runs: Runs) -> Figure:
     most = max(1, *(sample.num_waiting for run in runs.values() for sample in run.samples))
     panels[-1].set_ylim(0, 1.05 * most)
     panels[-1].yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _legend(figure, panels[0], 3)
+    add_legend(figure, panels[0], 3)
     return figure
 
 
@@ -212,25 +212,25 @@ def layers(runs: Runs) -> Figure:
 
 def scheduler(runs: Runs) -> Figure:
     """The scheduler's CPU time as a share of simulated time."""
-    figure, (axes,) = _panels(1, 1, 5.6, 3.0)
+    figure, (axes,) = make_panels(1, 1, 5.6, 3.0)
     for policy, timeline in runs.items():
-        color, dashes, _ = _style(policy)
+        color, dashes, _ = style_of(policy)
         shares = [sample.plan_share for sample in timeline.samples]
         label = f"{policy}, mean {timeline.outcome().plan_share:.2%}"
         axes.plot(
             _seconds(timeline), shares, color=color, linestyle=dashes, linewidth=1, label=label
         )
     axes.set(xlabel="simulated time, s", ylabel="scheduler's time / step time", yscale="log")
-    axes.yaxis.set_major_formatter(_PERCENT)
-    _legend(figure, axes, 2)
+    axes.yaxis.set_major_formatter(PERCENT)
+    add_legend(figure, axes, 2)
     return figure
 
 
 def cp_over_time(runs: Runs) -> Figure:
     """Requests with CP, and the exchange time per layer of the slowest instance (Figure 18)."""
-    figure, (above, below) = _panels(2, 1, 5.6, 1.8, sharex=True)
+    figure, (above, below) = make_panels(2, 1, 5.6, 1.8, sharex=True)
     for policy, timeline in runs.items():
-        color, dashes, _ = _style(policy)
+        color, dashes, _ = style_of(policy)
         seconds, samples = _seconds(timeline), timeline.samples
         above.plot(
             seconds,
@@ -248,9 +248,9 @@ def cp_over_time(runs: Runs) -> Figure:
             linewidth=1,
         )
     above.set(ylabel="requests with CP", ylim=(0, None))
-    above.yaxis.set_major_formatter(_PERCENT)
+    above.yaxis.set_major_formatter(PERCENT)
     below.set(ylabel="exchange, µs a layer", xlabel="simulated time, s", ylim=(0, None))
-    _legend(figure, above, 4)
+    add_legend(figure, above, 4)
     return figure
 
 
@@ -268,35 +268,11 @@ RUN_PICTURES: dict[str, Callable[[Runs], Figure]] = {
 # --- of many runs
 
 
-def attainment(
-    curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], target: float
-) -> Figure:
-    """(rate, share of requests within the SLO) by workload and policy (Figure 12)."""
-    figure, panels = _grid(len(curves), 3.6, 2.5, sharey=True)
-    for axes, (workload, by_policy) in zip(panels, curves.items(), strict=True):
-        for policy, points in by_policy.items():
-            color, dashes, marker = _style(policy)
-            axes.plot(
-                *zip(*points, strict=True),
-                color=color,
-                linestyle=dashes,
-                marker=marker,
-                ms=4,
-                label=policy,
-            )
-        axes.axhline(target, color="#777777", linewidth=1, label=f"{target:.0%}")
-        axes.set(title=workload, xlabel="requests/s", ylim=(0, 1.04))
-    figure.supylabel("requests within the SLO", fontsize="medium")
-    panels[0].yaxis.set_major_formatter(_PERCENT)
-    _legend(figure, panels[0], 4)
-    return figure
-
-
 def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
     """Stacked phases of one layer by group and policy."""
     num_bars = max(len(bars) for bars in groups.values())
     width = 7.5 if len(groups) == 1 else 3.6
-    figure, panels = _grid(len(groups), width, 0.9 + 0.3 * num_bars, sharex=True, sharey=True)
+    figure, panels = make_grid(len(groups), width, 0.9 + 0.3 * num_bars, sharex=True, sharey=True)
     panels[0].invert_yaxis()
     for axes, (group, bars) in zip(panels, groups.items(), strict=True):
         policies = list(bars)
@@ -321,37 +297,14 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
         axes.grid(False, axis="y")
         axes.margins(x=0.14)
     figure.supxlabel("microseconds a layer, slowest instance", fontsize="medium")
-    _legend(figure, panels[0], len(_PHASES))
+    add_legend(figure, panels[0], len(_PHASES))
     return figure
 
 
-def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """(rows an instance, scheduling's share of the step) by policy (Figure 16)."""
-    figure, (axes,) = _panels(1, 1, 5.6, 3.0)
-    for policy, pairs in points.items():
-        color, dashes, marker = _style(policy)
-        axes.plot(
-            *zip(*pairs, strict=True),
-            color=color,
-            linestyle=dashes,
-            marker=marker,
-            ms=4,
-            label=policy,
-        )
-    axes.set(
-        xlabel="rows an instance",
-        ylabel="scheduler's time / step time",
-        xlim=(0, None),
-        ylim=(0, None),
-    )
-    axes.yaxis.set_major_formatter(_PERCENT)
-    axes.legend()
-    return figure
-
-
-def _panels(
+def make_panels(
     num_rows: int, num_columns: int, width: float, height: float, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
+    """A figure and its panels, a row after the other; sizes in inches."""
     figure = Figure(
         figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained"
     )
@@ -364,7 +317,8 @@ def _panels(
     return figure, panels
 
 
-def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
+def add_legend(figure: Figure, axes: Axes, most_columns: int) -> None:
+    """Put the lines of a panel into a legend above all."""
     handles, labels = axes.get_legend_handles_labels()
     room = _LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
     ncols = int(room // (max(map(len, labels)) + _CHARACTERS_OF_A_HANDLE))
@@ -372,16 +326,17 @@ def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
     figure.legend(handles, labels, loc="outside upper center", ncols=ncols)
 
 
-def _grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+def make_grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
     """A figure of `num` like panels, in rows of two if there are more than three."""
     num_columns = num if num <= 3 else 2
-    figure, panels = _panels(-(-num // num_columns), num_columns, width, height, **shared)
+    figure, panels = make_panels(-(-num // num_columns), num_columns, width, height, **shared)
     for panel in panels[num:]:
         panel.set_axis_off()
     return figure, panels[:num]
 
 
-def _style(policy: str) -> tuple[str, str, str]:
+def style_of(policy: str) -> tuple[str, str, str]:
+    """Colour, dashes and marker of a policy."""
     return _STYLES.get(policy, _OTHER_STYLE)
 
 

@@ -1,4 +1,4 @@
-"""A run over time: samples of the cluster, and the times of every request."""
+"""A run over time, as samples of the cluster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanocp.simulator.costs.cost import Loads, StepTime
-from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run
-from nanocp.values.plan import PAGE_SIZE, InstanceLoad, Placement
+from nanocp.values.plan import PAGE_SIZE, InstanceLoad
 
 NUM_SAMPLES = 120
 
@@ -46,52 +45,14 @@ class Sample:
         return [value * len(values) / total if total else 1.0 for value in values]
 
 
-@dataclass(slots=True)
-class RequestTimes:
-    """One request, from arrival to end. A time is None if it is after the run."""
-
-    request: WorkloadRequest
-    placed_us: int | None = None
-    first_token_us: int | None = None
-    ended_us: int | None = None
-    cp_degree: int = 0
-    is_refused: bool = False
-
-
 class TimelineRecorder(Recorder):
     """A Recorder that also samples the cluster over time."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.samples: list[Sample] = []
-        self.requests: dict[int, RequestTimes] = {}
         self._next_sample_us = run.warm_up_us
         self._plan_ns_before = self._num_windows_before = 0
-
-    def arrived(self, request: WorkloadRequest) -> int:
-        request_id = super().arrived(request)
-        self.requests[request_id] = RequestTimes(request)
-        return request_id
-
-    def refused(self, request_id: int) -> None:
-        super().refused(request_id)
-        self.requests[request_id].ended_us = self._now_us
-        self.requests[request_id].is_refused = True
-
-    def _placed(self, placement: Placement) -> None:
-        super()._placed(placement)
-        times = self.requests[placement.request_id]
-        if times.placed_us is None:
-            times.placed_us = self._now_us
-        times.cp_degree = max(times.cp_degree, self._degrees[placement.request_id])
-
-    def first_token(self, request_id: int, at_us: int) -> None:
-        super().first_token(request_id, at_us)
-        self.requests[request_id].first_token_us = at_us
-
-    def finished(self, request_id: int, at_us: int) -> None:
-        super().finished(request_id, at_us)
-        self.requests[request_id].ended_us = at_us
 
     def window(
         self,

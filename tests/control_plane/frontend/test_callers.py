@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,15 +10,15 @@ import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from typer.testing import CliRunner
 
 from control_plane.frontend.access.api_keys import ApiKeys
 from control_plane.frontend.http.middleware import PUBLIC_PATHS
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.observe.status_server import DATA_PATHS
+from harness.exact.settings import configured
+from harness.programs.command_line import nanocp
 from harness.services.frontend_fakes import Service, make_config, running
 from harness.waits import WAIT_S
-from nanocp.cli.main import app
 from nanocp.client import Client, NotFound, Unauthenticated
 from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import FinishReason
@@ -39,10 +38,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Service]:
-    config = make_config()
-    with running(
-        replace(config, service=replace(config.service, api_keys=KEYS)), model=MODEL
-    ) as service:
+    with running(configured(make_config(), api_keys=KEYS), model=MODEL) as service:
         yield service
 
 
@@ -52,16 +48,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def answer_next(service: Service) -> None:
-    service.instance.deliver(
-        service.controller.next_submission().request_id, 0, [5], FinishReason.LENGTH
-    )
-
-
 def openai_client(service: Service, key: str, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(
         base_url=f"{service.url}/v1", api_key=key, timeout=WAIT_S, **{"max_retries": 0} | options
     )
+
+
+def models_as(service: Service, authorization: str) -> httpx.Response:
+    return httpx.get(f"{service.url}/v1/models", headers={"Authorization": authorization})
 
 
 # --- keys ---
@@ -70,11 +64,11 @@ def openai_client(service: Service, key: str, **options: Any) -> openai.OpenAI:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_client_with_a_key_is_served_by_both_apis(guarded, pool, key):
     answer = pool.submit(openai_client(guarded, key).completions.create, model="tiny", prompt=[5])
-    answer_next(guarded)
+    guarded.answer([5])
     assert answer.result(WAIT_S).usage.total_tokens == 2
     with Client(guarded.address, key) as client:
         chunks = client.generate([5])
-        answer_next(guarded)
+        guarded.answer([5])
         assert [chunk.token_ids for chunk in chunks] == [(5,)]
         assert client.server_info().version
         with pytest.raises(NotFound):
@@ -94,7 +88,7 @@ def tenants_of(service: Service, key: str, pool: ThreadPoolExecutor, user: str) 
             lambda: stub.GenerateUnary(message, metadata=metadata),
         ):
             answer = pool.submit(call)
-            submission = service.controller.next_submission()
+            submission = service.submitted()
             tenants.add(submission.event(0).tenant)
             answered = (submission.request_id, 0, [5], FinishReason.LENGTH)
             service.instance.deliver(*answered)
@@ -118,18 +112,8 @@ def test_a_request_without_a_key_is_refused_in_openais_shape(guarded):
     response = httpx.post(f"{guarded.url}/tokenize", json={"prompt": "x"})
     assert response.status_code == 401 and response.headers["WWW-Authenticate"] == "Bearer"
     for authorization in ("", "first key", "Basic second", "Bearer", "Bearer second,first key"):
-        assert (
-            httpx.get(
-                f"{guarded.url}/v1/models", headers={"Authorization": authorization}
-            ).status_code
-            == 401
-        )
-    assert (
-        httpx.get(
-            f"{guarded.url}/v1/models", headers={"Authorization": "bearer second"}
-        ).status_code
-        == 200
-    )
+        assert models_as(guarded, authorization).status_code == 401
+    assert models_as(guarded, "bearer second").status_code == 200
 
 
 def test_a_request_without_a_key_is_refused_by_grpc(guarded):
@@ -142,14 +126,14 @@ def test_a_request_without_a_key_is_refused_by_grpc(guarded):
             ):
                 with pytest.raises(Unauthenticated, match="an API key is required"):
                     call()
-    command = ["generate", "--target", guarded.address, "--prompt", "x"]
-    result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
+    command = ("generate", "--target", guarded.address, "--prompt", "x")
+    result = nanocp(*command, OPENAI_API_KEY="third")
     assert result.exit_code == 2 and result.stderr.startswith(
         "nanocp generate: an API key is required"
     )
     assert "--api-key" in result.stderr
-    command = ["bench", "serve", "--base-url", guarded.url, "--num-prompts", "1"]
-    result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
+    command = ("bench", "serve", "--base-url", guarded.url, "--num-prompts", "1")
+    result = nanocp(*command, OPENAI_API_KEY="third")
     assert (
         result.exit_code == 2
         and f"{guarded.url} asks for an API key: set OPENAI_API_KEY" in result.stderr
@@ -177,9 +161,8 @@ def test_probes_need_no_key_and_data_of_the_service_does(guarded):
 
 
 def test_a_public_status_needs_no_key_and_the_rest_does():
-    config = make_config()
-    service_config = replace(config.service, api_keys=KEYS, public_status=True)
-    with running(replace(config, service=service_config), model=MODEL) as service:
+    config = configured(make_config(), api_keys=KEYS, public_status=True)
+    with running(config, model=MODEL) as service:
         for path in DATA_PATHS:
             assert httpx.get(service.url + path).status_code == 200, path
         assert httpx.get(f"{service.url}/v1/models").status_code == 401
@@ -209,7 +192,7 @@ def test_an_answer_over_http_names_its_request(service, pool):
     ):
         options: Any = {"extra_headers": headers, "extra_body": body}
         answer = pool.submit(client.completions.create, model="tiny", prompt=[5], **options)
-        answer_next(service)
+        service.answer([5])
         completion = answer.result(WAIT_S)
         assert completion.id == f"cmpl-{completion._request_id}"
         assert name in (None, completion._request_id)
@@ -241,10 +224,10 @@ def test_an_answer_over_grpc_names_its_request(service, request_id, metadata, na
         assert dict(streamed.initial_metadata())["x-request-id"].startswith(name), (
             "before there is a token"
         )
-        answer_next(service)
+        service.answer([5])
         assert {response.request_id for response in streamed} == {request_id or name}
         unary = stub.GenerateUnary.future(message, timeout=WAIT_S, metadata=metadata)
-        answer_next(service)
+        service.answer([5])
         assert dict(unary.initial_metadata())["x-request-id"].startswith(name)
         assert unary.result().request_id == request_id or name
 

@@ -11,15 +11,16 @@ from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.http.answers.deltas import deltas
 from control_plane.frontend.open_requests import OpenRequests, RequestError
 from control_plane.frontend.streams import ClientStreams
-from control_plane.ports.controller_interface import Submission
 from harness.services.frontend_fakes import (
     LIMITS,
     TOKENIZER,
     FakeController,
     Recorder,
     Service,
+    params_of,
     running,
 )
+from harness.services.kit import ids_of
 from harness.waits import WAIT_S
 from nanocp.client import (
     Aborted,
@@ -30,10 +31,10 @@ from nanocp.client import (
     Unavailable,
 )
 from nanocp.values.plan import Ended, FinishReason, Preempted
-from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
-from nanocp.wire.rows import decode_row_input
+from nanocp.values.sampling import Token, TokenLogprobs
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+(Z,) = TOKENIZER.encode("z")
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +43,13 @@ def service() -> Iterator[Service]:
         yield service
 
 
-def params_of(submission: Submission) -> SamplingParams:
-    return decode_row_input(submission.arrival.row_start).params
-
-
 @pytest.mark.parametrize("seed", [2**63 - 2, None])
 def test_each_choice_is_a_request_with_a_seed_of_its_own(service, seed):
     seeds = {} if seed is None else {"seed": seed}
     chunks = service.client.generate(
         [5, 6], n=3, temperature=1.0, max_tokens=2, request_id="three", **seeds
     )
-    submissions = [service.controller.next_submission() for _ in range(3)]
+    submissions = [service.submitted() for _ in range(3)]
     assert [list(submission.prompt_ids) for submission in submissions] == [[5, 6]] * 3
     drawn = [params_of(submission).seed for submission in submissions]
     assert len(set(drawn)) == 3
@@ -63,11 +60,8 @@ def test_each_choice_is_a_request_with_a_seed_of_its_own(service, seed):
         service.instance.deliver(requests[index], 0, [10 + index, 20 + index], LENGTH)
     received = list(chunks)
     assert {chunk.request_id for chunk in received} == {"three"}
-    ids = {
-        index: [i for chunk in received if chunk.index == index for i in chunk.token_ids]
-        for index in range(3)
-    }
-    assert ids == {0: [10, 20], 1: [11, 21], 2: [12, 22]}
+    of_choices = [[chunk for chunk in received if chunk.index == index] for index in range(3)]
+    assert [ids_of(chunks) for chunks in of_choices] == [[10, 20], [11, 21], [12, 22]]
     finishes = {chunk.index: chunk.finish for chunk in received if chunk.finish}
     assert len(finishes) == len([chunk for chunk in received if chunk.finish]) == 3
     assert all(
@@ -77,7 +71,7 @@ def test_each_choice_is_a_request_with_a_seed_of_its_own(service, seed):
 
 def test_what_ends_one_choice_with_an_error_ends_all(service):
     chunks = service.client.generate([5], n=3, temperature=1.0, request_id="all")
-    requests = [service.controller.next_submission().request_id for _ in range(3)]
+    requests = [service.next_request() for _ in range(3)]
     service.instance.deliver(requests[0], 0, [7], STOP)
     assert next(chunks).finish is not None
     service.front_end.ended(
@@ -85,23 +79,22 @@ def test_what_ends_one_choice_with_an_error_ends_all(service):
     )
     with pytest.raises(ResourceExhausted, match="max_queued_requests"):
         list(chunks)
-    assert service.controller.next_abort() == requests[2]
+    assert service.next_abort() == requests[2]
     assert service.controller.aborts.empty()
 
 
 def test_an_abort_by_name_ends_every_choice_and_frees_the_name(service):
     chunks = service.client.generate([5], n=2, temperature=1.0, request_id="two")
-    requests = [service.controller.next_submission().request_id for _ in range(2)]
+    requests = [service.next_request() for _ in range(2)]
     with pytest.raises(InvalidArgument, match="request_id 'two' is running"):
         next(service.client.generate([5], request_id="two"))
     assert service.client.abort("two") == ("two",)
-    assert [service.controller.next_abort() for _ in range(2)] == requests
+    assert [service.next_abort() for _ in range(2)] == requests
     with pytest.raises(Aborted):
         list(chunks)
     again = service.client.generate([5], request_id="two")
-    service.controller.next_submission()
-    again.close()
-    service.controller.next_abort()
+    service.submitted()
+    service.give_up(again)
 
 
 @pytest.mark.parametrize(
@@ -109,26 +102,11 @@ def test_an_abort_by_name_ends_every_choice_and_frees_the_name(service):
     [
         ({}, 1, None, "xy"),  # The model's end of sequence.
         ({"ignore_eos": True, "stop_token_ids": [1]}, 1, 1, "xy"),
-        (
-            {"stop_token_ids": TOKENIZER.encode("z")},
-            TOKENIZER.encode("z")[0],
-            TOKENIZER.encode("z")[0],
-            "xy",
-        ),
-        (
-            {"stop_token_ids": TOKENIZER.encode("z"), "include_stop_str_in_output": True},
-            TOKENIZER.encode("z")[0],
-            TOKENIZER.encode("z")[0],
-            "xyz",
-        ),
+        ({"stop_token_ids": [Z]}, Z, Z, "xy"),
+        ({"stop_token_ids": [Z], "include_stop_str_in_output": True}, Z, Z, "xyz"),
         # What is held back as the start of a stop string comes out when a stop token ends the text.
-        (
-            {"stop": ["yq"], "stop_token_ids": TOKENIZER.encode("z")},
-            TOKENIZER.encode("z")[0],
-            TOKENIZER.encode("z")[0],
-            "xy",
-        ),
-        ({"stop": ["q", "yz"]}, TOKENIZER.encode("z")[0], "yz", "x"),
+        ({"stop": ["yq"], "stop_token_ids": [Z]}, Z, Z, "xy"),
+        ({"stop": ["q", "yz"]}, Z, "yz", "x"),
     ],
 )
 def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
@@ -139,15 +117,10 @@ def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
         answer = pool.submit(
             service.client.generate_unary, [5], max_tokens=5, timeout_s=WAIT_S, **options
         )
-        service.instance.deliver(
-            service.controller.next_submission().request_id,
-            0,
-            ids,
-            None if isinstance(stop_reason, str) else STOP,
-        )
+        service.answer(ids, None if isinstance(stop_reason, str) else STOP)
         (choice,) = answer.result(WAIT_S).choices
     if isinstance(stop_reason, str):
-        service.controller.next_abort()
+        service.next_abort()
     assert list(choice.token_ids) == ids, "the token itself is delivered"
     assert (choice.finish.reason, choice.text) == (STOP, text)
     assert choice.finish.stop_reason == (last_id if isinstance(stop_reason, int) else stop_reason)
@@ -156,19 +129,14 @@ def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
 def test_one_answer_holds_what_the_stream_would_have_brought(service):
     async def ask() -> Generation:
         async with AsyncClient(service.address) as client:
+            options = {"n": 2, "temperature": 1.0, "max_tokens": 2, "logprobs": 0}
             return await client.generate_unary(
-                "the fox",
-                n=2,
-                temperature=1.0,
-                max_tokens=2,
-                logprobs=0,
-                request_id="one answer",
-                timeout_s=WAIT_S,
+                "the fox", **options, request_id="one answer", timeout_s=WAIT_S
             )
 
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(asyncio.run, ask())
-        requests = [service.controller.next_submission().request_id for _ in range(2)]
+        requests = [service.next_request() for _ in range(2)]
         (x_id,) = TOKENIZER.encode("x")
         for index, request in enumerate(requests):
             for position in range(2):
@@ -194,8 +162,8 @@ def test_a_call_in_one_answer_that_is_given_up_is_aborted(service):
         answer = pool.submit(
             service.client.generate_unary, [5], n=2, temperature=1.0, timeout_s=2.0
         )
-        requests = [service.controller.next_submission().request_id for _ in range(2)]
-        assert [service.controller.next_abort() for _ in range(2)] == requests
+        requests = [service.next_request() for _ in range(2)]
+        assert [service.next_abort() for _ in range(2)] == requests
         assert "timeout_s ran out" in str(answer.exception(WAIT_S))
 
 
@@ -252,7 +220,7 @@ def logprobs_of(first: int, count: int) -> list[TokenLogprobs]:
 def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service):
     prompt = [position % 300 for position in range(3000)]
     chunks = service.client.generate(prompt, n=2, temperature=1.0, max_tokens=1, prompt_logprobs=1)
-    first, second = (service.controller.next_submission() for _ in range(2))
+    first, second = (service.submitted() for _ in range(2))
     assert (first.prompt_logprobs, second.prompt_logprobs) == (1, None)
     assert first.front_end == service.front_end.members_address
     service.instance.deliver(first.request_id, 0, [7], LENGTH)
@@ -272,7 +240,7 @@ def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(servi
             answer = pool.submit(
                 service.client.generate_unary, prompt, max_tokens=1, prompt_logprobs=0
             )
-            request = service.controller.next_submission().request_id
+            request = service.next_request()
             service.prefill.send_prompt_logprobs(request, 1, logprobs_of(1, len(prompt) - 1))
             service.instance.deliver(request, 0, [7], LENGTH)
             assert list(answer.result(WAIT_S).prompt_logprobs) == logprobs_of(1, len(prompt) - 1)
@@ -281,7 +249,7 @@ def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(servi
 def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(service):
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
     service.front_end.ended(Ended(
-        service.controller.next_submission().request_id, FinishReason.REFUSED,
+        service.next_request(), FinishReason.REFUSED,
         "no room in max_queued_tokens",
     ))  # fmt: skip
     with pytest.raises(ResourceExhausted, match="max_queued_tokens"):
@@ -295,11 +263,11 @@ def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another
     """The prefill died after its pages, and before these left it."""
     monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
     chunks = service.client.generate([5, 6, 9], max_tokens=2, prompt_logprobs=2, seed=3)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.instance.deliver(
         request, 0, [7, 8] if has_ended else [7], LENGTH if has_ended else None
     )
-    again = service.controller.next_submission()
+    again = service.submitted()
     assert (list(again.prompt_ids), again.prompt_logprobs, again.arrival.max_tokens) == (
         [5, 6, 9],
         2,
@@ -308,7 +276,7 @@ def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another
     assert again.arrival.attempt > 0, "the queue's caps do not refuse it"
     service.prefill.send_prompt_logprobs(again.request_id, 1, logprobs_of(1, 2))
     # Nobody reads what it generates.
-    assert service.controller.next_abort() == again.request_id
+    assert service.next_abort() == again.request_id
     if not has_ended:
         first = next(chunks)
         assert list(first.prompt_logprobs) == logprobs_of(1, 2)
@@ -317,32 +285,32 @@ def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another
     else:
         received = list(chunks)
     assert [item for chunk in received for item in chunk.prompt_logprobs] == logprobs_of(1, 2)
-    assert [i for chunk in received for i in chunk.token_ids] == [7, 8]
+    assert ids_of(received) == [7, 8]
 
 
 def test_a_request_whose_prompts_log_probabilities_are_lost_each_time_fails(service, monkeypatch):
     monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
-    requests = [service.controller.next_submission()]
+    requests = [service.submitted()]
     service.instance.deliver(requests[0].request_id, 0, [7])
     for _ in range(2):
-        requests.append(again := service.controller.next_submission())
+        requests.append(again := service.submitted())
         service.instance.deliver(again.request_id, 0, [7], LENGTH, again.arrival.attempt)
     with pytest.raises(Unavailable, match="log probabilities of the prompt were lost"):
         next(chunks)
-    assert service.controller.next_abort() == requests[0].request_id
+    assert service.next_abort() == requests[0].request_id
     assert service.controller.aborts.empty()
 
 
 def test_a_resumed_request_does_not_ask_for_its_prompt_again(service):
     chunks = service.client.generate([5, 6], max_tokens=2, prompt_logprobs=0)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.prefill.send_prompt_logprobs(request, 1, logprobs_of(1, 1))
     service.instance.deliver(request, 0, [7])
     first = next(chunks)
     assert first.prompt_logprobs, "they are complete before the request goes away"
     service.front_end.preempted(Preempted(request, 3))
-    again = service.controller.next_submission()
+    again = service.submitted()
     assert (again.arrival.resumes, again.prompt_logprobs) == (True, None)
     service.instance.deliver(request, 1, [8], LENGTH, again.arrival.attempt)
     ids = [token_id for chunk in (first, *chunks) for token_id in chunk.token_ids]

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
 from control_plane.frontend.text.constraint import constraint_of
-from harness.services.frontend_fakes import TOKENIZER
+from harness.services.frontend_fakes import with_tokens
 from harness.vllm.constraints import KINDS, grammar_of, request_with
 
 
@@ -84,19 +83,12 @@ def test_a_service_or_a_model_without_it_says_so():
         of(has_eos=False, regex="a")
 
 
-def added(*markers):
-    """A byte-level tokenizer to which the markers were added as tokens."""
-    tokenizer = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
-    tokenizer.add_tokens([tokenizers.AddedToken(marker, normalized=False) for marker in markers])
-    return tokenizer
-
-
 @pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
 # Text with tags has no beginning of a form; test_strict_calls.py has it behind reasoning.
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"structural_tag"}))
 def test_reasoning_comes_before_a_constraint_of_any_kind(kind, markers):
     """Markers are tokens of their own, or texts; either way only their end lets the form begin."""
-    tokenizer = added(*markers)
+    tokenizer = with_tokens(*markers)
     value = {"choice": "yes", "regex": "none", "gbnf": "sum(7)", "lark": "[ab]"}.get(
         kind, '{"name":"a","n":1,"deep":{"x":true}}'
     )
@@ -124,7 +116,7 @@ def test_tags_hold_what_is_inside_them_and_nothing_else(markers):
     }
     request = ClientRequest("x", "prompt", structural_tag=json.dumps(tags))
     grammar = constraint_of(request, 32_768, True, frozenset(markers))
-    tokenizer = added(*markers)
+    tokenizer = with_tokens(*markers)
     for output, fits in (
         ("any <b> text", True),
         ('so: <call>f:{"n":2}</call> and <call>f:{"n":1}</call>.', True),

@@ -12,10 +12,11 @@ import pytest
 
 import nanocp.serve.service
 from control_plane.frontend.front_end import FrontEnd
+from harness.exact.settings import configured
 from harness.services.frontend_fakes import LIMITS, MEMBER_SECRETS, Recorder, make_config, running
 from harness.services.hash_service import CONFIG, MODEL, expected, hash_service, prompt
+from harness.services.kit import ids_of
 from harness.services.service_recovery import until
-from harness.settings import configured
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -40,10 +41,7 @@ def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(service)
                 client.generate(prompt(200, number), max_tokens=20, seed=i, timeout_s=60)
                 for i in range(4)
             ]
-            return [
-                [token_id for chunk in chunks for token_id in chunk.token_ids]
-                for chunks in all_chunks
-            ]
+            return [ids_of(chunks) for chunks in all_chunks]
 
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(ask, range(4)))

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
 from control_plane.frontend.validation import ModelLimits
+from harness.exact.settings import configured
 from harness.services.frontend_fakes import TOKENIZER
 from harness.services.hash_service import CONFIG, forked_service
-from harness.services.kit import started
+from harness.services.kit import ids_of, started
+from harness.waits import until
 from nanocp.client import Client
-from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.service import Served, Service
 from nanocp.wire.v1 import inference_pb2 as pb
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LIMITS = ModelLimits(vocab_size=300, max_model_len=1000, eos_token_ids=(1,), has_prefill=False)
-BAD_FLOATS = (math.nan, -math.nan, math.inf, -math.inf, -5e-324, -0.5, -1e300)
+BAD_FLOATS = (math.nan, -math.nan, math.inf, -math.inf, -5e-324, -0.1, -1e300)
 BAD_INTS = (-1, -2, -(2**31))
 PROMPTS = ({"token_ids": pb.TokenIds(ids=[5, 6])}, {"text": "the fox"})
 
@@ -34,16 +33,16 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "min_tokens": ((17, 2**31 - 1, *BAD_INTS), "it must be from 0 to max_tokens"),
     "temperature": (BAD_FLOATS, "it must be a finite number, 0 (greedy) or more"),
     "top_k": (BAD_INTS, "it must be 0 (all tokens) or more"),
-    "top_p": ((0.0, 1.0000001, 2.0, *BAD_FLOATS), "it must be above 0 and at most 1"),
+    "top_p": ((0.0, -0.0, 1.0000001, 2.0, *BAD_FLOATS), "it must be above 0 and at most 1"),
     "seed": ((-1, -(2**63)), "it must be from 0 to 2**63 - 1"),
     "min_p": ((1.0000001, 2.0, *BAD_FLOATS), "it must be from 0 (all tokens) to 1"),
-    "repetition_penalty": ((0.0, -0.0, *BAD_FLOATS), "it must be a finite number above 0"),
+    "repetition_penalty": ((0.0, -0.0, -1.0, *BAD_FLOATS), "it must be a finite number above 0"),
     "presence_penalty": ((2.1, -2.1, 1e300, math.nan, math.inf), "it must be from -2 to 2"),
     "frequency_penalty": ((2.1, -2.1, -1e300, math.nan, -math.inf), "it must be from -2 to 2"),
     "logprobs": ((21, 2**31 - 1, *BAD_INTS), "it must be from 0 to 20"),
     "prompt_logprobs": ((21, 2**31 - 1, *BAD_INTS), "it must be from 0 to 20"),
     "n": ((0, 129, 2**31 - 1, *BAD_INTS), "it must be from 1 to 128"),
-    "stop_token_ids": (([300], [5, 301], [2**32 - 1]),
+    "stop_token_ids": (([300], [5, 301], [2, 2**32 - 1]),
                        "ids must be below the vocabulary size (300)"),
     "logit_bias": (({300: 1.0}, {5: 0.0, 2**32 - 1: 1.0}),
                    "ids must be below the vocabulary size (300)"),
@@ -53,7 +52,7 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
 OF_REQUEST: dict[str, tuple[tuple[object, ...], str]] = {
     "request_id": (("x" * 129, "\N{HOT BEVERAGE}" * 200), "it must have at most 128"),
     "priority": ((101, -101, 2**31 - 1, -(2**31)), "it must be from -100 to 100"),
-    "queue_timeout_ms": ((0, *BAD_INTS), "it must be at least 1"),
+    "queue_timeout_ms": ((0, -5, *BAD_INTS), "it must be at least 1"),
     "token_ids": (
         (pb.TokenIds(), pb.TokenIds(ids=[300]), pb.TokenIds(ids=[5] * 999 + [2**32 - 1])),
         "",  # Two kinds of mistakes: the field's name is looked for.
@@ -68,64 +67,43 @@ TOO_MANY = {
 }
 
 
+def asked(prompt: int = 0, /, **sampling: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**PROMPTS[prompt], sampling=pb.SamplingParameters(**sampling))
+
+
+def named(field: str, value: object) -> str:
+    """How a sentence on the value begins."""
+    return f"{field} is {value}" if isinstance(value, int | float) else field
+
+
 def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
-    """(message, field that the sentence names, what it says would be right)."""
-    for prompt, (field, (values, right)) in itertools.product(PROMPTS, MISTAKES.items()):
-        for value in values:
-            yield (
-                pb.GenerateRequest(**prompt, sampling=pb.SamplingParameters(**{field: value})),
-                field,
-                right,
-            )
+    """(message, how its sentence begins, what it says would be right)."""
+    for field, (values, right) in MISTAKES.items():
+        for prompt, value in itertools.product(range(2), values):
+            yield asked(prompt, **{field: value}), named(field, value), right
     for field, (value, right) in TOO_MANY.items():
-        message = pb.GenerateRequest(**PROMPTS[0], sampling=pb.SamplingParameters(**{field: value}))
-        yield message, field, right
+        yield asked(**{field: value}), named(field, value), right
     for field, (values, right) in OF_REQUEST.items():
         for value in values:
-            yield (
-                pb.GenerateRequest(
-                    **({field: value} | (PROMPTS[1] if field != "token_ids" else {}))
-                ),
-                field,
-                right,
-            )
-    # Beside a field that is right, beside every other that is wrong: the wrong one is named, or one
-    # of the two.
+            prompt = PROMPTS[1] if field != "token_ids" else {}
+            yield pb.GenerateRequest(**{field: value}, **prompt), named(field, value), right
+    # Beside fields that are right the wrong one is named.
     right_ones = {
         "temperature": 0.5, "top_p": 0.5, "max_tokens": 3, "stop": ["x"], "ignore_eos": True,
     }  # fmt: skip
     for field, (values, right) in MISTAKES.items():
-        others = {name: value for name, value in right_ones.items() if name != field}
-        yield (
-            pb.GenerateRequest(
-                **PROMPTS[0], sampling=pb.SamplingParameters(**others, **{field: values[-1]})
-            ),
-            field,
-            right,
-        )
-    yield (
-        pb.GenerateRequest(**PROMPTS[0], sampling=pb.SamplingParameters(n=2)),
-        "n",
-        "it must be 1 when temperature is 0",
-    )
-    no_prefill = pb.SamplingParameters(prompt_logprobs=1)
-    yield (
-        pb.GenerateRequest(**PROMPTS[0], sampling=no_prefill),
-        "prompt_logprobs",
-        "KV is synthetic here",
-    )
+        yield asked(**right_ones | {field: values[-1]}), named(field, values[-1]), right
+    yield asked(n=2), "n", "it must be 1 when temperature is 0"
+    yield asked(prompt_logprobs=1), "prompt_logprobs", "KV is synthetic here"
     for message in (
         pb.GenerateRequest(),
         pb.GenerateRequest(sampling=pb.SamplingParameters(max_tokens=3), priority=1),
     ):
         yield message, "prompt", "give either text or token_ids"
-    yield pb.GenerateRequest(text=""), "text", "a prompt has at least one token"
+    yield pb.GenerateRequest(text=""), "text is empty", "a prompt has at least one token"
     for length in (1000, 1001, 5000):
-        yield (
-            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length)),
-            "token_ids",
-            "maximum context length is 1000 tokens",
-        )
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length))
+        yield message, f"token_ids has {length} tokens", "maximum context length is 1000 tokens"
     for length in (985, 990, 999):
         message = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=[5] * length), sampling=pb.SamplingParameters(min_tokens=16)
@@ -161,11 +139,7 @@ def unreadable() -> Iterator[bytes]:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    config = replace(
-        CONFIG,
-        cluster=replace(CONFIG.cluster, num_instances=1, max_model_len=1000),
-        prefill=PrefillConfig(synthetic_kv=True),
-    )
+    config = configured(CONFIG, num_instances=1, max_model_len=1000, synthetic_kv=True)
     served = Served(
         LIMITS, TOKENIZER, Path("no-checkpoint"), "harness.services.hash_members:build_instance"
     )
@@ -181,20 +155,16 @@ def calls(service: Service) -> Iterator[dict[str, grpc.MultiCallable]]:
             [5], max_tokens=900, seed=1, request_id="running", timeout_s=150, ignore_eos=True
         )
         first = next(running)
+        generate = channel.unary_stream("/nanocp.v1.Inference/Generate")
+        unary = channel.unary_unary("/nanocp.v1.Inference/GenerateUnary")
         yield {
-            "Generate": lambda data: next(
-                channel.unary_stream("/nanocp.v1.Inference/Generate")(data, timeout=60)
-            ),
-            "GenerateUnary": lambda data: channel.unary_unary("/nanocp.v1.Inference/GenerateUnary")(
-                data, timeout=60
-            ),
+            "Generate": lambda data: next(generate(data, timeout=60)),
+            "GenerateUnary": lambda data: unary(data, timeout=60),
         }
-        ids = [*first.token_ids, *(token_id for chunk in running for token_id in chunk.token_ids)]
-        assert len(ids) == 900, "a mistake of one client ends no other request"
-        deadline = time.monotonic() + 60
-        while (load := client.loads()).instances[0].frames_free < CONFIG.cluster.num_frames:
-            assert time.monotonic() < deadline, load
-            time.sleep(0.02)
+        assert len(ids_of([first, *running])) == 900, "a mistake of one client ends no other"
+        num_frames = CONFIG.cluster.num_frames
+        until(lambda: client.loads().instances[0].frames_free == num_frames, limit_s=60)
+        load = client.loads()
         assert (load.num_running, load.num_waiting, load.instances[0].num_rows) == (0, 0, 0)
 
 
@@ -205,23 +175,21 @@ def test_there_are_enough_of_them():
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 def test_each_mistake_is_named_with_what_would_be_right(calls, method):
-    for message, field, right in CORPUS:
+    for message, begin, right in CORPUS:
         with pytest.raises(grpc.RpcError) as raised:
             calls[method](message.SerializeToString())
         status, sentence = raised.value.code(), raised.value.details()
         case = str(message)[:200], status, sentence
         assert status is INVALID, case
-        assert sentence.startswith(field) and right in sentence, case
+        assert sentence.startswith(begin) and right in sentence, case
         assert len(sentence) < 300 and sentence.isprintable(), case
 
 
 def test_of_two_mistakes_one_is_named(calls):
     for (one, (values, _)), (other, (others, _)) in itertools.combinations(MISTAKES.items(), 2):
-        parameters = pb.SamplingParameters(**{one: values[0], other: others[0]})
+        message = asked(**{one: values[0], other: others[0]})
         with pytest.raises(grpc.RpcError) as raised:
-            calls["Generate"](
-                pb.GenerateRequest(**PROMPTS[0], sampling=parameters).SerializeToString()
-            )
+            calls["Generate"](message.SerializeToString())
         assert raised.value.code() is INVALID
         assert raised.value.details().startswith((one, other))
 

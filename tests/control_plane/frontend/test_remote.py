@@ -28,6 +28,7 @@ from harness.services.frontend_fakes import (
     Recorder,
     make_config,
 )
+from harness.services.kit import ids_of
 from harness.services.service_recovery import until
 from harness.waits import WAIT_S
 from nanocp.client import Client
@@ -100,10 +101,6 @@ def remote() -> Iterator[Remote]:
     assert not any(f._open_requests.closed_because for _, f in remote.links.values())
     yield remote
     remote.close()
-
-
-def ids_of(chunks: Any) -> list[int]:
-    return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
 def test_a_request_and_its_tokens_go_their_ways(remote):

@@ -11,6 +11,7 @@ import pytest
 
 from control_plane.ports.controller_interface import Submission
 from harness.services.frontend_fakes import TOKENIZER, Service, running
+from harness.services.kit import ids_of
 from harness.services.openai_service import MODEL
 from harness.waits import WAIT_S
 from nanocp.values.plan import FinishReason
@@ -56,7 +57,7 @@ def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(serv
         "temperature": 0.5, "seed": 11, "repetition_penalty": 1.5, "max_tokens": 5, "logprobs": 1,
     }  # fmt: skip
     call = stub.Generate(request((0, [20, 21]), attempt=3, **sampling), timeout=WAIT_S)
-    submission = service.controller.next_submission()
+    submission = service.submitted()
     row = row_of(submission)
     assert list(submission.prompt_ids) == [5, 6, 7, 20, 21]
     assert (submission.arrival.attempt, submission.arrival.max_tokens) == (3, 3)
@@ -65,17 +66,17 @@ def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(serv
     assert row.prompt_ids == (5, 6, 7), "penalties need the prompt without the output"
     service.instance.deliver(submission.request_id, 2, [22, 23, 24], LENGTH, attempt=3)
     responses = list(call)
-    assert [i for response in responses for i in response.token_ids] == [22, 23, 24]
+    assert ids_of(responses) == [22, 23, 24]
     assert responses[-1].finish.prompt_tokens == 3
     assert responses[-1].finish.generated_tokens == 5
 
 
 def test_tokens_of_an_attempt_before_the_clients_are_dropped(service, stub):
     call = stub.Generate(request((0, [20]), attempt=2, max_tokens=3), timeout=WAIT_S)
-    number = service.controller.next_submission().request_id
+    number = service.next_request()
     service.instance.deliver(number, 1, [98, 99], LENGTH, attempt=0)
     service.instance.deliver(number, 1, [21, 22], LENGTH, attempt=2)
-    assert [i for response in call for i in response.token_ids] == [21, 22]
+    assert ids_of(call) == [21, 22]
 
 
 @pytest.mark.parametrize("cut", range(len(WORDS)))
@@ -85,7 +86,7 @@ def test_text_and_stop_strings_go_on_across_the_cut(service, stub, cut):
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=pb.SamplingParameters(**asked)),
         timeout=WAIT_S,
     )
-    number = service.controller.next_submission().request_id
+    number = service.next_request()
     known, before = 0, ""
     for index in range(cut):
         service.instance.deliver(number, index, [WORDS[index]])
@@ -97,7 +98,7 @@ def test_text_and_stop_strings_go_on_across_the_cut(service, stub, cut):
             before += response.text
     first.cancel()
     call = stub.Generate(request((0, WORDS[:cut]), **asked), timeout=WAIT_S)
-    number = service.controller.next_submission().request_id
+    number = service.next_request()
     service.instance.deliver(number, cut, WORDS[cut:], LENGTH, attempt=1)
     responses = list(call)
     assert before + "".join(response.text for response in responses) == "the quick bro"
@@ -107,7 +108,7 @@ def test_text_and_stop_strings_go_on_across_the_cut(service, stub, cut):
 def test_only_choices_that_have_not_ended_go_on(service, stub):
     asked = request((2, []), (0, [9]), n=3, temperature=1.0, seed=40, max_tokens=2)
     answer = stub.GenerateUnary.future(asked, timeout=WAIT_S)
-    submissions = [service.controller.next_submission() for _ in range(2)]
+    submissions = [service.submitted() for _ in range(2)]
     assert [row_of(submission).params.seed for submission in submissions] == [42, 40]
     service.instance.deliver(submissions[0].request_id, 0, [3, 4], LENGTH, attempt=1)
     service.instance.deliver(submissions[1].request_id, 1, [8], LENGTH, attempt=1)
@@ -122,17 +123,17 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(service, stub):
         )
 
     first = begin(1)
-    number = service.controller.next_submission().request_id
+    number = service.next_request()
     with pytest.raises(grpc.RpcError, match="request_id 'mine' is running"):
         list(begin(1))
     second = begin(2)
-    while service.controller.next_abort() != number:
+    while service.next_abort() != number:
         pass  # one of a test before
-    number = service.controller.next_submission().request_id
+    number = service.next_request()
     with pytest.raises(grpc.RpcError, match="the client has resumed the request"):
         list(first)
     service.instance.deliver(number, 1, [10, 11], LENGTH, attempt=2)
-    assert [i for response in second for i in response.token_ids] == [10, 11]
+    assert ids_of(second) == [10, 11]
 
 
 LATE = {"max_tokens": 4, "stop_token_ids": [30], "ignore_eos": True}
@@ -174,7 +175,7 @@ def test_http_resumes_by_the_same_fields(service):
     body = {"prompt": [5, 6], "max_tokens": len(WORDS), "resume": resume}
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(events, service, "/v1/completions", body)
-        submission = service.controller.next_submission()
+        submission = service.submitted()
         assert list(submission.prompt_ids) == [5, 6, *WORDS[:2]]
         service.instance.deliver(submission.request_id, 2, WORDS[2:], LENGTH, attempt=2)
         chunks = answer.result(WAIT_S)

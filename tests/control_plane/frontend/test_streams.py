@@ -58,23 +58,39 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery):
     assert stream.output.finish_reason is FinishReason.STOP
 
 
-def streams_with(
-    max_undelivered: int, max_tokens: int
-) -> tuple[ClientStreams, ClientStream, FakeController]:
-    streams = ClientStreams(FRONT_END, max_undelivered, Recorder())
+def connected(
+    observer: Recorder | None = None, max_undelivered: int = 100, id_step: int = 1
+) -> tuple[ClientStreams, FakeController]:
+    """The streams of a front end, and the controller that it has."""
+    streams = ClientStreams(FRONT_END, max_undelivered, observer or Recorder(), id_step)
     controller = FakeController(streams.placed)
     streams.connect(controller)
+    return streams, controller
+
+
+def streams_with(
+    max_undelivered: int = 100, max_tokens: int = 9
+) -> tuple[ClientStreams, ClientStream, FakeController]:
+    """Streams with one request, whose prompt has one token; it, and their controller."""
+    streams, controller = connected(max_undelivered=max_undelivered)
     (stream,) = streams.submit(
         "one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], Origin(3, tenant="t")
     )
     return streams, stream, controller
 
 
+def token(
+    stream: ClientStream, index: int, token_id: int = 5, finish: FinishReason | None = None,
+    attempt: int = 0,
+) -> Token:  # fmt: skip
+    return Token(FRONT_END, stream.request_id, index, token_id, finish, attempt=attempt)
+
+
 def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered():
     streams, stream, controller = streams_with(max_undelivered=3, max_tokens=100)
-    streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3)))
+    streams.deliver(0, (token(stream, index) for index in (1, 2, 3)))
     assert stream.ended is None and stream.output.num_undelivered == 3
-    streams.deliver(0, [Token(FRONT_END, stream.request_id, 4, 5, None)])
+    streams.deliver(0, [token(stream, 4)])
     assert stream.ended is not None and stream.ended.reason is FinishReason.REFUSED
     assert controller.next_abort() == stream.request_id
 
@@ -84,7 +100,7 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     order, num_generated, num_before
 ):
     """The preemption may be reported before, between or after the tokens."""
-    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    streams, stream, controller = streams_with()
     first = controller.next_submission()
     early = [index for index in order if index < num_generated]
     told_after = min(num_before, num_generated)
@@ -93,7 +109,7 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
             streams.preempted(Preempted(stream.request_id, 1 + num_generated))
         assert controller.submissions.empty() == (number < num_generated or number < told_after)
         if index is not None:
-            streams.deliver(0, [Token(FRONT_END, stream.request_id, index, 100 + index, None)])
+            streams.deliver(0, [token(stream, index, 100 + index)])
     back = controller.next_submission()
     output_ids = tuple(100 + index for index in range(num_generated))
     assert (back.request_id, back.arrival.resumes, back.prompt_ids) == (
@@ -111,38 +127,31 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     assert row.params == decode_row_input(first.arrival.row_start).params, (
         "max_tokens counts from the first token"
     )
-    last = Token(
-        FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP,
-        attempt=back.arrival.attempt,
-    )  # fmt: skip
-    streams.deliver(0, [last])
+    attempt = back.arrival.attempt
+    streams.deliver(0, [token(stream, num_generated, 5, FinishReason.STOP, attempt)])
     assert stream.output.ids == [*output_ids, 5] and controller.submissions.empty()
 
 
 def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along():
-    streams = ClientStreams(FRONT_END, 100, Recorder())
-    controller = FakeController(streams.placed)
-    streams.connect(controller)
+    streams, controller = connected()
     (stream,) = streams.submit(
         "one", [9, 7, 9], [Choice(SamplingParams(max_tokens=9, repetition_penalty=1.1))]
     )
-    streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 8, None)])
+    streams.deliver(0, [token(stream, 0, 8)])
     streams.preempted(Preempted(stream.request_id, 4))
     rows = [decode_row_input(controller.next_submission().arrival.row_start) for _ in range(2)]
     assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
 
 
 def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_output_too():
-    streams = ClientStreams(FRONT_END, 100, Recorder())
-    controller = FakeController(streams.placed)
-    streams.connect(controller)
+    streams, controller = connected()
     prompt = list(range(127))
     choices = [
         Choice(SamplingParams(max_tokens=9)),
         Choice(SamplingParams(max_tokens=9), prompt_logprobs=0),
     ]
     stream, _ = streams.submit("two", prompt, choices)
-    streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1)))
+    streams.deliver(0, (token(stream, index, 8) for index in (0, 1)))
     streams.preempted(Preempted(stream.request_id, 129))
     hashes = [controller.next_submission().arrival.page_hashes for _ in range(3)]
     assert hashes == [page_hashes(prompt), (), page_hashes([*prompt, 8, 8])], (
@@ -152,24 +161,18 @@ def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_outp
 
 
 def test_a_request_that_ends_while_it_is_away_does_not_come_back():
-    streams, stream, controller = streams_with(max_undelivered=10, max_tokens=9)
+    streams, stream, controller = streams_with()
     controller.next_submission()
     streams.preempted(Preempted(stream.request_id, 3))
     streams.client_gone([stream])
-    streams.deliver(0, (Token(FRONT_END, stream.request_id, i, 5, None) for i in (0, 1)))
+    streams.deliver(0, (token(stream, i) for i in (0, 1)))
     streams.preempted(Preempted(stream.request_id, 3))
     assert controller.next_abort() == stream.request_id and controller.submissions.empty()
 
 
 def test_a_request_has_one_end():
-    streams, stream, controller = streams_with(max_undelivered=10, max_tokens=2)
-    streams.deliver(
-        0,
-        [
-            Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None)
-            for i in (0, 1)
-        ],
-    )
+    streams, stream, controller = streams_with(max_tokens=2)
+    streams.deliver(0, [token(stream, 0), token(stream, 1, finish=FinishReason.LENGTH)])
     streams.ended(Ended(stream.request_id, FinishReason.FAILED, "late"))
     streams.client_gone([stream])
     streams.end_all("late")
@@ -180,11 +183,11 @@ def test_a_request_has_one_end():
 
 def test_a_waiting_reader_wakes_for_tokens_and_for_the_end():
     async def read() -> list[object]:
-        streams, stream, _ = streams_with(max_undelivered=10, max_tokens=9)
+        streams, stream, _ = streams_with()
         seen: list[object] = []
-        streams.deliver(0, [Token(FRONT_END, stream.request_id, 1, 6, None)])
+        streams.deliver(0, [token(stream, 1, 6)])
         assert not stream.changed.is_set(), "nothing is in order yet"
-        streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 5, None)])
+        streams.deliver(0, [token(stream, 0)])
         await asyncio.wait_for(stream.changed.wait(), 60)
         seen.append(stream.take_new())
         streams.ended(Ended(stream.request_id, FinishReason.FAILED, "gone"))
@@ -200,9 +203,9 @@ def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones():
     A row that changed its instance delivers by two streams. If the older one dies, token 6 is here
     and token 5 never comes; the new attempt may generate another token 6.
     """
-    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    streams, stream, controller = streams_with()
     first = controller.next_submission()
-    tokens = [Token(FRONT_END, stream.request_id, index, 100 + index, None) for index in range(7)]
+    tokens = [token(stream, index, 100 + index) for index in range(7)]
     streams.deliver(0, [*tokens[:5], tokens[6]])
     streams.interrupted()
     again = controller.next_submission()
@@ -211,16 +214,13 @@ def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones():
     assert decode_row_input(again.arrival.row_start).attempt == again.arrival.attempt
     streams.deliver(0, [tokens[5], tokens[6]])
     assert stream.output.ids == [*range(100, 105)], "tokens of the attempt before are dropped"
-    new = [
-        Token(FRONT_END, stream.request_id, index, 200 + index, None, attempt=again.arrival.attempt)
-        for index in (5, 6, 7)
-    ]
-    streams.deliver(0, new)
+    attempt = again.arrival.attempt
+    streams.deliver(0, (token(stream, i, 200 + i, attempt=attempt) for i in (5, 6, 7)))
     assert stream.output.ids == [*range(100, 105), 205, 206, 207]
 
 
 def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_row():
-    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    streams, stream, controller = streams_with()
     controller.next_submission()
 
     def lose(times: int) -> None:
@@ -228,7 +228,7 @@ def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_
             streams.tokens_lost(stream.request_id, "instance 0: nobody takes the tokens")
 
     lose(3)
-    streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 100, None, attempt=3)])
+    streams.deliver(0, [token(stream, 0, 100, attempt=3)])
     lose(3)
     assert (stream.attempts.number, stream.output.ids, stream.ended) == (6, [100], None)
     again = [controller.next_submission() for _ in range(6)][-1]
@@ -241,16 +241,12 @@ def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_
 
 def test_the_token_after_a_pause_says_what_paused_it_first():
     recorder = Recorder()
-    streams = ClientStreams(FRONT_END, 100, recorder)
-    streams.connect(FakeController(streams.placed))
+    streams, _ = connected(recorder)
     (stream,) = streams.submit("one", [7], [Choice(SamplingParams(max_tokens=9))])
 
     def deliver(*indices: int) -> None:
-        tokens = (
-            Token(FRONT_END, stream.request_id, index, 5, None, attempt=stream.attempts.number)
-            for index in indices
-        )
-        streams.deliver(0, tokens)
+        attempt = stream.attempts.number
+        streams.deliver(0, (token(stream, index, attempt=attempt) for index in indices))
 
     streams.interrupted()  # before its first token: nobody waits for the next one
     deliver(0, 1)
@@ -269,9 +265,7 @@ def test_the_token_after_a_pause_says_what_paused_it_first():
 
 
 def test_missing_log_probabilities_of_the_prompt_are_asked_for_again():
-    streams = ClientStreams(FRONT_END, 100, Recorder())
-    controller = FakeController(streams.placed)
-    streams.connect(controller)
+    streams, controller = connected()
     choice = Choice(SamplingParams(max_tokens=9), prompt_logprobs=2)
     (stream,) = streams.submit("one", [7, 8, 9], [choice])
     streams.add_prompt_logprobs(stream.request_id, 1, [TokenLogprobs(-1.0, ())])
@@ -286,8 +280,7 @@ def test_missing_log_probabilities_of_the_prompt_are_asked_for_again():
 
 
 def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_controller():
-    streams = ClientStreams(FRONT_END, 100, Recorder(), id_step=2)
-    controller = FakeController(streams.placed)
+    streams, controller = connected(id_step=2)
     streams.connect(controller, 2)
     choices = [Choice(SamplingParams(max_tokens=9))]
     numbers = [streams.submit(name, [7], choices)[0].request_id for name in "ab"]
@@ -300,21 +293,19 @@ def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_con
 
 
 def test_an_end_that_crosses_a_new_attempt_takes_it_back():
-    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    streams, stream, controller = streams_with()
     streams.interrupted()
     streams.ended(Ended(stream.request_id, FinishReason.EXPIRED, "it waited too long"))
     assert controller.next_abort() == stream.request_id
 
 
 def test_a_later_attempt_asks_again_for_the_log_probabilities_of_the_prompt_that_are_missing():
-    streams = ClientStreams(FRONT_END, 100, Recorder())
-    controller = FakeController(streams.placed)
-    streams.connect(controller)
+    streams, controller = connected()
     choices = [Choice(SamplingParams(max_tokens=9), prompt_logprobs=2)]
     (stream,) = streams.submit("one", list(range(130)), choices)
     logprobs = [TokenLogprobs(-float(position), ()) for position in range(1, 140)]
     streams.add_prompt_logprobs(stream.request_id, 1, logprobs[:50])
-    streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 8, None)])
+    streams.deliver(0, [token(stream, 0, 8)])
     streams.interrupted()
     controller.next_submission()
     again = controller.next_submission()

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.text.constraint import constraint_of
@@ -21,6 +21,7 @@ from control_plane.frontend.text.tokenizer import (
     load_tokenizer,
 )
 from data_plane.instance.grammar import MaskedRow, load_grammar_masks
+from harness.services.frontend_fakes import byte_level
 
 CORPUS = [
     "the quick brown fox", "na\u00efve caf\u00e9 \u2615 \u4f60\u597d, \u4e16\u754c",
@@ -29,21 +30,10 @@ CORPUS = [
 ]  # fmt: skip
 
 
-def byte_level() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
-    ))  # fmt: skip
-    # Ordinary added tokens keep their text: one in the byte alphabet, one with a space, one with
-    # other characters.
-    tokenizer.add_tokens([AddedToken("<think>", special=False), "two words", "\u6f22\u5b57"])
-    return tokenizer
-
-
-LIBRARY = byte_level()
+LIBRARY = byte_level(CORPUS * 3, 400)
+# Ordinary added tokens keep their text: one in the byte alphabet, one with a space, one with other
+# characters.
+LIBRARY.add_tokens([AddedToken("<think>", special=False), "two words", "\u6f22\u5b57"])
 TOKENIZER = Tokenizer(LIBRARY)
 IDS = st.integers(0, LIBRARY.get_vocab_size() + 20)
 

@@ -8,7 +8,6 @@ import ssl
 import subprocess
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from control_plane.frontend.access import descriptors
 from control_plane.frontend.access.tls import check_tls
 from control_plane.frontend.http import server
 from control_plane.frontend.http.served_model import ServedModel
+from harness.exact.settings import configured
 from harness.services.frontend_fakes import LIMITS, Service, make_config, running
 from harness.services.service_recovery import until
 from nanocp.cli.bench.target import Target
@@ -29,6 +29,9 @@ from nanocp.config.whole import Config
 
 if shutil.which("openssl") is None:
     pytest.skip("no program `openssl`", allow_module_level=True)
+
+
+MODEL = ServedModel("tiny", "c")
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
@@ -50,9 +53,7 @@ def server_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def with_tls(pair: tuple[str, str], **more: object) -> Config:
-    config = make_config()
-    service = replace(config.service, ssl_keyfile=pair[0], ssl_certfile=pair[1], **more)
-    return replace(config, service=service)
+    return configured(make_config(), ssl_keyfile=pair[0], ssl_certfile=pair[1], **more)
 
 
 def https(url: str, ca: str, **options: object) -> httpx.Response:
@@ -64,7 +65,7 @@ def https(url: str, ca: str, **options: object) -> httpx.Response:
 
 def test_both_apis_are_encrypted(server_pair):
     _, ca = server_pair
-    with running(with_tls(server_pair), model=ServedModel("tiny", "c")) as service:
+    with running(with_tls(server_pair), model=MODEL) as service:
         assert https(service.url, ca).json()["data"][0]["id"] == "tiny"
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{service.url}/v1/models")
@@ -102,7 +103,7 @@ def test_bench_trusts_the_certificates_that_it_is_given(server_pair):
         finally:
             await backend.close()
 
-    with running(with_tls(server_pair), model=ServedModel("tiny", "c")) as service:
+    with running(with_tls(server_pair), model=MODEL) as service:
         assert asyncio.run(asked(service, Path(ca))) == "tiny"
         with pytest.raises(ValueError, match="no service answers"):
             asyncio.run(asked(service, None))
@@ -113,8 +114,7 @@ def test_bench_trusts_the_certificates_that_it_is_given(server_pair):
 
 def test_clients_that_never_finish_a_handshake_keep_nobody_out(server_pair, monkeypatch):
     _, ca = server_pair
-    config, most = with_tls(server_pair), 5
-    config = replace(config, limits=replace(config.limits, http_request_timeout_ms=2000))
+    config, most = configured(with_tls(server_pair), http_request_timeout_ms=2000), 5
     for module in (descriptors, server, front_end):
         monkeypatch.setattr(module, "max_connections", lambda *sections: most)
 
@@ -125,7 +125,7 @@ def test_clients_that_never_finish_a_handshake_keep_nobody_out(server_pair, monk
         except Unavailable:
             return False
 
-    with running(config, model=ServedModel("tiny", "c")) as service, ExitStack() as stack:
+    with running(config, model=MODEL) as service, ExitStack() as stack:
         for address in (service.url.removeprefix("http://"), service.address):
             host, port = address.split(":")
             for _ in range(40):
@@ -137,7 +137,7 @@ def test_clients_that_never_finish_a_handshake_keep_nobody_out(server_pair, monk
 def test_clients_must_show_a_certificate_if_the_service_asks(server_pair, tmp_path):
     known, ca = certificate(tmp_path, "known"), server_pair[1]
     config = with_tls(server_pair, ssl_ca_certs=known[1], ssl_cert_reqs=2)
-    with running(config, model=ServedModel("tiny", "c")) as service:
+    with running(config, model=MODEL) as service:
         assert https(service.url, ca, cert=known).status_code == 200
         with pytest.raises(httpx.HTTPError):
             https(service.url, ca)
@@ -152,7 +152,7 @@ def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path, caplog):
     (tmp_path / "new").mkdir()
     pair, new = certificate(tmp_path, "server"), certificate(tmp_path / "new", "server")
     old_ca = shutil.copy(pair[1], tmp_path / "old.pem")
-    with running(with_tls(pair), model=ServedModel("tiny", "c")) as service:
+    with running(with_tls(pair), model=MODEL) as service:
 
         def knows(ca: str) -> tuple[bool, bool]:
             """Whether a new client of each API, who trusts this certificate, is answered."""

@@ -36,14 +36,8 @@ MALFORMED = [
     # The prompt.
     ({}, {}, "prompt is absent; give either text or token_ids"),
     ({"request_id": "only a name"}, {"max_tokens": 5}, "prompt is absent"),
-    ({"text": ""}, {}, "text is empty"),
-    (ids(), {}, "token_ids is empty"),
-    (ids(300), {}, "token_ids has 300; ids must be below the vocabulary size (300)"),
     (ids(5, 6, 301, 7), {}, "token_ids has 301"),
     (ids(2**31), {}, "token_ids has 2147483648"),
-    (ids(2**32 - 1), {}, "token_ids has 4294967295"),
-    (ids(*[5] * 1000), {},
-     "token_ids has 1000 tokens, and the output needs one. This model's maximum context"),
     (ids(*[5] * 1000), {"max_tokens": 1}, "token_ids has 1000 tokens"),
     (ids(*[5] * 100_000), {"max_tokens": 1}, "token_ids has 100000 tokens"),
     ({"text": "x" * 1001},
@@ -56,90 +50,22 @@ MALFORMED = [
      "min_tokens is 2; after a prompt of 999 tokens it must be at most 1. This model's maximum"),
     (ids(5), {"max_tokens": 1001}, "max_tokens is 1001; it must be at most 1000. This model's"),
     (ids(*[5] * 999), {"max_tokens": 1001}, "max_tokens is 1001; it must be at most 1000"),
-    (ids(5), {"max_tokens": 2**31 - 1}, "max_tokens is 2147483647"),
-    # The request's id.
-    ({"request_id": "x" * 129, **ids(5)}, {},
-     "request_id has 129 characters; it must have at most 128"),
     ({"request_id": "x" * 100_000, **ids(5)}, {}, "request_id has 100000 characters"),
-    # Numbers of tokens.
-    (ids(5), {"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
-    (ids(5), {"max_tokens": -1}, "max_tokens is -1; it must be at least 1"),
-    (ids(5), {"max_tokens": -(2**31)}, "max_tokens is -2147483648"),
-    (ids(5), {"min_tokens": -1}, "min_tokens is -1; it must be from 0 to max_tokens (16)"),
-    (ids(5), {"min_tokens": 17}, "min_tokens is 17; it must be from 0 to max_tokens (16)"),
+    # What a value must be depends on others.
     (ids(5),
      {"min_tokens": 3, "max_tokens": 2},
      "min_tokens is 3; it must be from 0 to max_tokens (2)"),
-    (ids(5), {"min_tokens": 2**31 - 1}, "min_tokens is 2147483647"),
-    # Temperature, top-k, top-p, seed.
-    (ids(5),
-     {"temperature": math.nan},
-     "temperature is nan; it must be a finite number, 0 (greedy) or more"),
-    (ids(5), {"temperature": -math.nan}, "temperature is nan"),
-    (ids(5), {"temperature": math.inf}, "temperature is inf"),
-    (ids(5), {"temperature": -math.inf}, "temperature is -inf"),
-    (ids(5), {"temperature": -0.1}, "temperature is -0.1"),
-    (ids(5), {"temperature": -5e-324}, "temperature is -5e-324"),
-    (ids(5), {"top_k": -1}, "top_k is -1; it must be 0 (all tokens) or more"),
-    (ids(5), {"top_k": -(2**31)}, "top_k is -2147483648"),
-    (ids(5), {"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
-    (ids(5), {"top_p": -0.0}, "top_p is -0.0"),
-    (ids(5), {"top_p": -0.5}, "top_p is -0.5"),
-    (ids(5), {"top_p": 1.0000001}, "top_p is 1.0000001"),
-    (ids(5), {"top_p": math.nan}, "top_p is nan"),
-    (ids(5), {"top_p": math.inf}, "top_p is inf"),
-    (ids(5), {"seed": -1}, "seed is -1; it must be from 0 to 2**63 - 1"),
-    (ids(5), {"seed": -(2**63)}, "seed is -9223372036854775808"),
-    # Min-p, penalties, biases, bad words.
-    (ids(5), {"min_p": -0.1}, "min_p is -0.1; it must be from 0 (all tokens) to 1"),
-    (ids(5), {"min_p": 1.0000001}, "min_p is 1.0000001"),
-    (ids(5), {"min_p": math.nan}, "min_p is nan"),
-    (ids(5),
-     {"repetition_penalty": 0.0},
-     "repetition_penalty is 0.0; it must be a finite number above 0"),
-    (ids(5), {"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
-    (ids(5), {"repetition_penalty": math.inf}, "repetition_penalty is inf"),
-    (ids(5), {"repetition_penalty": math.nan}, "repetition_penalty is nan"),
-    (ids(5), {"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be from -2 to 2"),
-    (ids(5), {"presence_penalty": -2.1}, "presence_penalty is -2.1"),
-    (ids(5), {"presence_penalty": math.nan}, "presence_penalty is nan"),
-    (ids(5),
-     {"frequency_penalty": -math.inf},
-     "frequency_penalty is -inf; it must be from -2 to 2"),
-    (ids(5), {"frequency_penalty": math.nan}, "frequency_penalty is nan"),
-    (ids(5),
-     {"logit_bias": {300: 1.0}},
-     "logit_bias has 300; ids must be below the vocabulary size (300)"),
     (ids(5),
      {"logit_bias": {4: 100.5}},
      "logit_bias of token 4 is 100.5; it must be from -100 to 100"),
     (ids(5), {"logit_bias": {4: math.nan}}, "logit_bias of token 4 is nan"),
     (ids(5), {"logit_bias": {4: -math.inf}}, "logit_bias of token 4 is -inf"),
-    (ids(5), {"bad_words": [""]}, "bad_words has '', which has no tokens"),
-    (ids(5), {"bad_words": ["a", "  "]}, "bad_words has '  ', which has no tokens"),
     (ids(5), {"bad_words": ["qz" * 257]}, "bad_words have 514 tokens together; at most 512 fit"),
     (ids(5), {"bad_words": ["x"] * 513}, "bad_words has 513 words; at most 512 tokens fit"),
-    (ids(5), {"logprobs": -1}, "logprobs is -1; it must be from 0 to 20"),
-    (ids(5), {"logprobs": 21}, "logprobs is 21"),
-    # Stop strings.
-    (ids(5), {"stop": [""]}, "stop has a string of 0 characters; each must have from 1 to 256"),
-    (ids(5), {"stop": ["ok", "x" * 257]}, "stop has a string of 257 characters"),
     (ids(5), {"stop": ["x"] * 17}, "stop has 17 strings; at most 16 fit"),
-    # Choices.
-    (ids(5), {"n": 0}, "n is 0; it must be from 1 to 128"),
     (ids(5), {"n": -1, "temperature": 1.0}, "n is -1"),
     (ids(5), {"n": 129, "temperature": 1.0}, "n is 129"),
     (ids(5), {"n": 2}, "n is 2; it must be 1 when temperature is 0: greedy choices would be alike"),
-    # Admission.
-    ({"priority": 101, **ids(5)}, {}, "priority is 101; it must be from -100 to 100"),
-    ({"priority": -(2**31), **ids(5)}, {}, "priority is -2147483648"),
-    ({"queue_timeout_ms": 0, **ids(5)}, {}, "queue_timeout_ms is 0; it must be at least 1"),
-    ({"queue_timeout_ms": -5, **ids(5)}, {}, "queue_timeout_ms is -5"),
-    # Stop tokens.
-    (ids(5),
-     {"stop_token_ids": [300]},
-     "stop_token_ids has 300; ids must be below the vocabulary size (300)"),
-    (ids(5), {"stop_token_ids": [2, 2**32 - 1]}, "stop_token_ids has 4294967295"),
     (ids(5),
      {"stop_token_ids": range(2, 67)},
      "stop_token_ids has 66 ids, the model's 1 end-of-sequence tokens included; at most 64"),
@@ -147,6 +73,7 @@ MALFORMED = [
     ({"request_id": "x" * 129, **ids(5)}, {"max_tokens": 0}, "request_id has 129 characters"),
     ({"text": ""}, {"temperature": math.nan, "max_tokens": 0}, "is"),
 ]  # fmt: skip
+"""Beside those of test_malformed_requests.py, which any value alone makes."""
 
 
 def first_response(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
@@ -167,7 +94,7 @@ def test_a_malformed_request_is_refused_by_name(service, fields, sampling, sente
 
 
 def test_there_are_enough_malformed_requests():
-    assert len(MALFORMED) >= 40
+    assert len(MALFORMED) >= 20
 
 
 def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service):
@@ -283,10 +210,10 @@ def test_what_is_just_allowed_goes_through(service, fields, sampling):
     request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
     with grpc.insecure_channel(service.address) as channel:
         call = rpc.InferenceStub(channel).Generate(request, timeout=WAIT_S)
-        submission = service.controller.next_submission()
+        submission = service.submitted()
         expected = (
             fields["token_ids"].ids if "token_ids" in fields else TOKENIZER.encode(fields["text"])
         )
         assert list(submission.prompt_ids) == list(expected)
         call.cancel()
-    assert service.controller.next_abort() == submission.request_id
+    assert service.next_abort() == submission.request_id

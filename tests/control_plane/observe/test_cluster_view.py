@@ -5,13 +5,13 @@ import json
 import time
 import urllib.error
 import urllib.request
-from dataclasses import replace
 
 import pytest
 
 from control_plane.observe import cluster_view, timelines
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.scheduler.scheduler import Scheduler
+from harness.exact.settings import configured
 from harness.services.drained_seat import BEFORE, drained_scheduler
 from harness.services.hash_service import CONFIG, hash_service, prompt
 from nanocp.client import Client
@@ -49,6 +49,9 @@ class Story:
         self.view.planned(now_us, events, plan)
         return plan
 
+    def arrived(self, transfer):
+        self.plan(*(TransferDone(transfer.ticket, each) for each in transfer.receivers))
+
     def look(self):
         """A new snapshot, with the publisher at work as the controller's thread is."""
         self.view._published = None
@@ -71,15 +74,14 @@ def test_a_timeline_is_in_order():
     story = Story()
     plan = story.plan(Arrival(1, 200, 30))
     (transfer,) = plan.transfers
-    story.plan(*(TransferDone(transfer.ticket, instance) for instance in transfer.receivers))
+    story.arrived(transfer)
     assert story.plan().window == 1
     shown = story.look()
     (request,) = shown["requests"]
     assert request["state"] == "running" and dict(request["pages_on"]) == {0: 2, 1: 2}
     assert words(request) == ["arrived", "placed", "KV is there", "row starts"]
-    assert [at_s for at_s, _, _ in request["timeline"]] == sorted(
-        at_s for at_s, _, _ in request["timeline"]
-    )
+    times_s = [at_s for at_s, _, _ in request["timeline"]]
+    assert times_s == sorted(times_s)
     assert (
         request["timeline"][1][2]
         == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1; "
@@ -106,7 +108,7 @@ def test_promised_pages_are_told_from_written_ones():
     assert sum(dict(request["pages_on"]).values()) == 7
     assert request["promised_on"] == sorted(request["pages_on"]), "none has arrived"
     (transfer,) = plan.transfers
-    story.plan(*(TransferDone(transfer.ticket, instance) for instance in transfer.receivers))
+    story.arrived(transfer)
     (request,) = story.look()["requests"]
     assert sum(dict(request["promised_on"]).values()) == 4, "130 tokens need 3 pages"
     last = max(transfer.targets).instance
@@ -137,7 +139,7 @@ def test_a_seat_that_serves_nothing_shows_no_steps_and_no_free_frames():
 def test_a_snapshot_is_bounded(monkeypatch):
     monkeypatch.setattr(cluster_view, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(cluster_view, "_MAX_WAITING", 2)
-    story = Story(replace(TWO, cluster=replace(TWO.cluster, num_frames=2)))
+    story = Story(configured(TWO, num_frames=2))
     monkeypatch.setattr(story.view, "_timelines", timelines.Timelines(64, most=5))
     story.plan(
         *(Arrival(number, 40, 20) for number in range(1, 4)),

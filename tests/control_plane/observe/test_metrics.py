@@ -22,6 +22,7 @@ from control_plane.scheduler.pages.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.services.drained_seat import drained_scheduler
 from harness.services.hash_service import generate, hash_service, prompt
+from harness.waits import until
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
@@ -51,7 +52,8 @@ CLUSTER = ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000)
 
 @pytest.fixture
 def metrics():
-    return Metrics(CLUSTER, SchedulerConfig(steps_per_window=2))
+    table = ((4, 0, 90, "nanoflow"),)
+    return Metrics(CLUSTER, SchedulerConfig(steps_per_window=2, lanes="random", lane_table=table))
 
 
 @pytest.fixture
@@ -158,17 +160,12 @@ def test_counters_and_histograms(metrics, page):
     metrics.requests.on_first_token(0.2)
     metrics.requests.on_token(0.015)
     metrics.requests.on_token(0.015, "term")
-    metrics.requests.on_finished(
-        FinishReason.LENGTH,
-        EndedRequest(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04),
-    )
-    metrics.requests.on_finished(
-        FinishReason.EXPIRED,
-        EndedRequest(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None),
-    )
-    metrics.requests.on_finished(
-        FinishReason.REFUSED, EndedRequest(7, 0, 30, 0.01, None, None, None)
-    )
+    for reason, times in (
+        (FinishReason.LENGTH, EndedRequest(100, 3, 30, 0.25, 0.1, 0.1, 0.04)),
+        (FinishReason.EXPIRED, EndedRequest(7, 0, 30, 9.0, None, None, None)),
+        (FinishReason.REFUSED, EndedRequest(7, 0, 30, 0.01, None, None, None)),
+    ):
+        metrics.requests.on_finished(reason, times)
     assert metrics.requests.inter_token_sums() == (2, pytest.approx(0.03))
     page = page()
     assert page["nanocp:admission_rejections_total", ("reason", "max_queued_tokens")] == 1
@@ -212,7 +209,11 @@ def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
                route_bytes=20, num_received=2, bucket_received=2),
         True,
     )  # fmt: skip
+    for two_lanes in (1, 0, 1):
+        metrics.instances.sent(two_lanes)
     page = page()
+    assert page["nanocp:lane_windows_total", ("order", "nanoflow")] == 2
+    assert page["nanocp:lane_windows_total", ("order", "one_lane")] == 1
     assert page["nanocp:step_seconds_sum", ("engine", "0")] == pytest.approx(0.025001)
     assert page["nanocp:step_exchange_seconds_sum", ("engine", "1")] == pytest.approx(0.009)
     assert page["nanocp:grammar_mask_seconds_sum", ("engine", "1")] == pytest.approx(0.0003)
@@ -289,11 +290,9 @@ def test_a_service_counts_what_its_clients_got():
     with hash_service() as service:
         generate(service.address, prompt(70, 1), 20)
         generate(service.address, prompt(300, 2), 30)
-        page = scrape(service.metrics_address)
         # A client has its last token before the instances have reported the window.
-        deadline = time.monotonic() + 30
-        while tokens_of_steps(page) < 50 and time.monotonic() < deadline:
-            page = scrape(service.metrics_address)
+        until(lambda: tokens_of_steps(scrape(service.metrics_address)) >= 50)
+        page = scrape(service.metrics_address)
     assert page["nanocp:prompt_tokens_total",] == 370
     assert page["nanocp:generation_tokens_total",] == 50
     assert page["nanocp:cp_degree_count",] == 2

@@ -25,7 +25,7 @@ def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
     assert metrics.row() == row | {"lost": 1, "recovers_for_s": 7.0, "held": 2}
     assert sample("nanocp:recovering") == 1
     metrics.term_began(2, "loss")
-    metrics.log_with(lambda: 5)
+    metrics.num_unlogged = lambda: 5
     assert sample("nanocp:recovering") == 0 and sample("nanocp:term") == 2
     assert sample("nanocp:recovery_seconds_sum") == 7
     assert sample("nanocp:regroups_total", {"cause": "loss"}) == 1
@@ -68,7 +68,7 @@ def test_seats_are_counted_by_state_and_spares_beside_them():
     registry = CollectorRegistry()
     metrics = RecoveryMetrics(registry)
     metrics.seats(("serving", "loading", "draining", "serving"))
-    metrics.count_spares_with(lambda: 3)
+    metrics.num_spares = lambda: 3
     states = ("empty", "loading", "serving", "draining", "spare")
     found = [registry.get_sample_value("nanocp:seats", {"state": state}) for state in states]
     assert found == [0, 1, 2, 1, 3]

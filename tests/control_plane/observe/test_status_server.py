@@ -5,7 +5,6 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.frontend.access.api_keys import OperatorKeys
 from control_plane.observe.status_server import DATA_PATHS, SEATS_PATH, StatusServer
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, hash_service
 from nanocp.config.service import ServiceConfig
 
@@ -123,9 +123,7 @@ def test_who_may_read_and_who_may_change(settings, reads, changes, operators_fil
     settings = dict(settings)
     if settings.pop("operators", False):
         settings["operator_keys_file"] = operators_file
-    cluster = replace(CONFIG.cluster, num_instances=1)
-    config = replace(CONFIG, cluster=cluster, service=replace(CONFIG.service, **settings))
-    with hash_service(config) as service:
+    with hash_service(configured(CONFIG, num_instances=1, **settings)) as service:
         seats = f"http://{service.metrics_address}{SEATS_PATH}"
         data = [f"http://{service.metrics_address}{path}" for path in DATA_PATHS]
         data += [f"http://{service.http_address}{path}" for path in DATA_PATHS]

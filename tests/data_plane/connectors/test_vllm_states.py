@@ -9,7 +9,6 @@ import torch
 
 from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.prefill.connector.requests import TicketedRequests
 from nanocp.values.plan import CARRY_PAGE
@@ -31,9 +30,8 @@ class Prefilled(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def prefilled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("states")
-    make_checkpoint(folder, "tiny-qwen3-next")
+def prefilled(models):
+    folder = models("tiny-qwen3-next").path
     model = ModelConfig.from_folder(folder)
     weights = load_weights(folder, model, torch.float32, range(0))
     layers = [weights.layers[index].attention for index in model.linear_layers]

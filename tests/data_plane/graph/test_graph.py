@@ -87,20 +87,20 @@ def test_both_lanes_replay_the_smallest_step_that_holds_either():
     engines, seen = [engine for engine, _, _ in lanes], []
     buckets = BucketTable(CLUSTER.bounds.max_rows, CLUSTER.bounds.max_attention_rows)
 
-    def capture(bucket):
+    def capture(bucket, order):
         return lambda: seen.append(
-            (bucket, *(int(pool.tables.num_rows[0]) for _, pool, _ in lanes))
+            (bucket, order, *(int(pool.tables.num_rows[0]) for _, pool, _ in lanes))
         )
 
-    both = PairedEngine(engines, buckets, capture)
-    assert both.prepare() == len(buckets.all())
+    both = PairedEngine(engines, buckets, 2, capture)
+    assert both.prepare() == 2 * len(buckets.all())
     for engine, num_rows, num_received in zip(engines, (3, 1), (1, 4), strict=True):
         tables = engine.stage(0)
         tables.num_rows[0], tables.num_received[1] = num_rows, num_received
         engine.staged()
-    both.replay()
-    both.replay()
-    assert seen == [(Bucket(4, 4), 3, 1)] * 2
+    both.replay(1)
+    both.replay(0)
+    assert seen == [(Bucket(4, 4), order, 3, 1) for order in (1, 0)]
     assert [engine.bucket for engine in engines] == [Bucket(4, 4)] * 2, "what a report adds up"
     engines[0].stage(1).num_rows[0] = 2
     engines[0].replay()

@@ -3,36 +3,26 @@
 Each output parses, also on random weights, which pull the text towards nothing.
 """
 
-from dataclasses import replace
-
 import pytest
 import tokenizers
 
 from control_plane.scheduler.policies.fixed_degree import FixedDegree
-from harness.exact.decode_cluster import DecodeCluster, Prompt
-from harness.exact.exact_runs import CLUSTER
-from harness.settings import configured
+from harness.exact.decode_cluster import Prompt
+from harness.exact.exact_runs import cluster_of
 from harness.vllm.constraints import EOS, KINDS, sampled_params
-from nanocp.config.cluster import BoundsConfig
 from nanocp.values.sampling import SamplingParams
 
+K4 = {"steps_per_window": 4}
 RUNS = {
-    "degree 1": ({}, {"policy": "fixed_degree:1"}),
-    "degree 4, windows of 4": (
-        # However many rows run, each has room on every instance, and pages of its own there.
-        {"bounds": BoundsConfig(max_rows=16, max_attention_rows=64)},
-        {"policy": "fixed_degree:4", "steps_per_window": 4, "prefix_sharing": False},
-    ),
-    "chaos, windows of 4": (
-        {},
-        {"policy": "chaos", "chaos_period_windows": 1, "steps_per_window": 4},
-    ),
-    "preempted, windows of 4": (
-        {"num_frames": 4},
-        {"growth_promise": "tokens:0", "steps_per_window": 4},
-    ),
-    "each preempted once": ({}, {"policy": "fixed_degree:1", "growth_promise": "tokens:0"}),
-}
+    "degree 1": {"policy": "fixed_degree:1"},
+    # However many rows run, each has room on every instance, and pages of its own there.
+    "degree 4, windows of 4": K4 | {
+        "policy": "fixed_degree:4", "prefix_sharing": False, "max_attention_rows": 64,
+    },
+    "chaos, windows of 4": K4 | {"policy": "chaos", "chaos_period_windows": 1},
+    "preempted, windows of 4": K4 | {"num_frames": 4, "growth_promise": "tokens:0"},
+    "each preempted once": {"policy": "fixed_degree:1", "growth_promise": "tokens:0"},
+}  # fmt: skip
 PROMPT_LEN = 256
 """Fills its pages: the second token that is generated needs another."""
 
@@ -55,13 +45,11 @@ def prompts(each, tokenizer):
 
 def played(name, asked, checkpoint):
     """Play the prompts as one of RUNS."""
-    cluster, scheduler = RUNS[name]
-    config = configured(cluster=replace(CLUSTER, **cluster), **scheduler, max_queued_requests=2000)
     with pytest.MonkeyPatch.context() as patched:
         if name == "each preempted once":
             # No row gets a page beyond the prompt's, until it comes back with all it may need.
             patched.setattr(FixedDegree, "holder", lambda *_: None)
-        with DecodeCluster(config, checkpoint) as running:
+        with cluster_of(checkpoint, max_queued_requests=2000, **RUNS[name]) as running:
             running.run(list(asked.values()))
 
 

@@ -14,32 +14,24 @@ from tokenizers import Tokenizer
 from data_plane.instance import decode, row_sampling
 from data_plane.instance.sampler import token_probabilities
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from data_plane.reference.oracle import Oracle
-from harness.exact.decode_cluster import DecodeCluster, Prompt
-from harness.exact.exact_runs import assert_exact, make_prompts
-from harness.exact.mtp_layers import add_mtp_layer
+from harness.exact.decode_cluster import Prompt
+from harness.exact.exact_runs import assert_exact, cluster_of
 from harness.exact.reference_prefill import prefill_pages
 from harness.paths import ROOT
 from harness.vllm.constraints import KINDS, sampled_params
 from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import SamplingParams
 
 TALE = ROOT / "models/tale"
 TOKENIZER = Tokenizer.from_file(str(TALE / "tokenizer.json"))
-CLUSTER = ClusterConfig(
-    num_frames=192,
-    max_model_len=2048,
-    bounds=BoundsConfig(
-        max_rows=192, max_links=128, max_attention_rows=384, max_partials=256, max_hand_offs=8
-    ),
+BOUNDS = BoundsConfig(
+    max_rows=192, max_links=128, max_attention_rows=384, max_partials=256, max_hand_offs=8
 )
+BASE = Config(cluster=ClusterConfig(num_frames=192, max_model_len=2048, bounds=BOUNDS))
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, logprobs=2)
 CONTROLLED = replace(
@@ -55,16 +47,11 @@ def greedy_prompts():
     return [Prompt(each, GREEDY) for each in ids]
 
 
-def played(prompts, policy, num_instances, cluster=None, data_plane=None, lost_share=0.0, **more):
+def played(prompts, policy, num_instances, **settings):
     """Play the prompts; returns them and the cluster, ended."""
-    config = Config(
-        cluster=replace(CLUSTER, num_instances=num_instances, **(cluster or {})),
-        scheduler=SchedulerConfig(policy=policy, **more),
-        data_plane=DataPlaneConfig(**(data_plane or {})),
-    )
-    with DecodeCluster(config, TALE, lost_share) as running:
-        running.run(prompts)
-    return prompts, running
+    instances = {"policy": policy, "num_instances": num_instances}
+    with cluster_of(TALE, BASE, **instances, **settings) as running:
+        return running.run(prompts), running
 
 
 def share(cluster):
@@ -74,10 +61,10 @@ def share(cluster):
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(models):
     """The twelve greedy prompts without drafts, which `transformers` judges."""
     prompts, _ = played(greedy_prompts(), "fixed_degree:1", 1)
-    assert_exact(Oracle(TALE), prompts)
+    assert_exact(models("models/tale").oracle, prompts)
     return prompts
 
 
@@ -121,40 +108,35 @@ def expected(plain):
     return prompts
 
 
+def forced(degree, num_instances, num_drafts):
+    return {
+        "policy": f"fixed_degree:{degree}", "num_instances": num_instances,
+        "num_drafts": num_drafts,
+    }  # fmt: skip
+
+
 CHAOS = {"policy": "chaos", "chaos_period_windows": 1, "growth_promise": "tokens:0"}
+K4, TORCH = {"steps_per_window": 4}, {"cpu_kernels": "torch"}
 RUNS = {
-    "d 1, degree 2, torch": (2, {"policy": "fixed_degree:2", "num_drafts": 1}, {}),
-    "d 2, k 4, chaos, absorbed, fused": (
-        4,
-        CHAOS | {"num_drafts": 2, "steps_per_window": 4, "chaos_seed": 4},
-        {"wire_form": "absorbed", "cpu_kernels": "auto", "dispatch_backend": "fused"},
-    ),
-    "d 3, drawn, chaos, lanes drawn, latent, native": (
-        4,
-        CHAOS | {"num_drafts": 3, "drafting": "random", "lanes": "random", "chaos_seed": 2},
-        {"wire_form": "latent", "cpu_kernels": "auto", "dispatch_backend": "exchange"},
-    ),
-    "d 3, k 4, degree 2, lanes, torch": (
-        2, {"policy": "fixed_degree:2", "num_drafts": 3, "steps_per_window": 4, "lanes": "always"},
-        {},
-    ),
-    "d 1, k 4, degree 1, native": (1,
-                                   {"policy": "fixed_degree:1", "num_drafts": 1,
-                                    "steps_per_window": 4},
-                                   {"cpu_kernels": "auto"}),
-    "d 3, degree 1, fused": (2,
-                             {"policy": "fixed_degree:1", "num_drafts": 3},
-                             {"cpu_kernels": "auto", "dispatch_backend": "fused",
-                              "threads_per_instance": 2}),
-    "d 2, degree 3, lanes drawn": (3,
-                                   {"policy": "fixed_degree:3", "num_drafts": 2, "lanes": "random",
-                                    "steps_per_window": 4},
-                                   {"cpu_kernels": "auto"}),
-    "d 1, k 4, chaos, resyncs, tcp": (3,
-                                      CHAOS | {"num_drafts": 1, "steps_per_window": 4},
-                                      {"exchange_backend": "tcp"}),
+    "d 1, degree 2, torch": TORCH | forced(2, 2, 1),
+    "d 2, k 4, chaos, absorbed, fused": CHAOS | K4 | {
+        "num_instances": 4, "num_drafts": 2, "chaos_seed": 4, "wire_form": "absorbed",
+        "dispatch_backend": "fused",
+    },
+    "d 3, drawn, chaos, lanes drawn, latent, native": CHAOS | {
+        "num_instances": 4, "num_drafts": 3, "drafting": "random", "lanes": "random",
+        "chaos_seed": 2, "dispatch_backend": "exchange",
+    },
+    "d 3, k 4, degree 2, lanes, torch": TORCH | K4 | forced(2, 2, 3) | {"lanes": "always"},
+    "d 1, k 4, degree 1, native": K4 | forced(1, 1, 1),
+    "d 3, degree 1, fused": forced(1, 2, 3) | {
+        "dispatch_backend": "fused", "threads_per_instance": 2,
+    },
+    "d 2, degree 3, lanes drawn": K4 | forced(3, 3, 2) | {"lanes": "random"},
+    "d 1, k 4, chaos, resyncs, tcp": TORCH | CHAOS | K4 | {
+        "num_instances": 3, "num_drafts": 1, "exchange_backend": "tcp", "lost_share": 1 / 8,
+    },
 }  # fmt: skip
-"""Instances, scheduler, data plane."""
 QUICK = list(RUNS)[1:3]
 
 
@@ -162,13 +144,7 @@ QUICK = list(RUNS)[1:3]
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.system) for n in RUNS]
 )
 def test_tokens_and_logprobs_are_those_without_drafts(plain, expected, name):
-    num_instances, scheduler, data_plane = RUNS[name]
-    lost_share = 1 / 8 if "resyncs" in name else 0.0
-    data_plane = {"cpu_kernels": "torch"} | data_plane
-    found, cluster = played(
-        story(plain), num_instances=num_instances, data_plane=data_plane, lost_share=lost_share,
-        **scheduler,
-    )  # fmt: skip
+    found, cluster = played(story(plain), **RUNS[name])
     assert_same(found, expected)
     assert all(right for _, right in cluster.checked_drafts()), cluster.checked_drafts()
     assert share(cluster) > 0.3, cluster.checked_drafts()  # seen: .40 to .50
@@ -177,7 +153,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(plain, expected, name):
         assert rebound >= 3 and cluster.num_moves, "the story must contain what it is about"
     if "lanes" in name:
         assert any(plan.two_lanes for each in cluster.plans for plan in each.instances)
-    if lost_share:
+    if "resyncs" in name:
         assert cluster.num_resyncs > 5
 
 
@@ -203,7 +179,7 @@ def test_rows_that_are_parked_and_preempted_lose_and_double_no_token(plain, num_
             sampled = replace(SAMPLED, max_tokens=120, seed=number)
             prompt.params = sampled if number % 3 else replace(GREEDY, max_tokens=120)
         prompts, cluster = played(
-            prompts[:10], "fixed_degree:1", 1, {"num_frames": num_frames},
+            prompts[:10], "fixed_degree:1", 1, num_frames=num_frames,
             num_drafts=num_drafts, steps_per_window=num_steps, growth_promise="tokens:0",
         )  # fmt: skip
         runs.append((prompts, cluster))
@@ -258,14 +234,14 @@ def test_with_gumbel_max_nearly_as_many_drafts_are_right_as_by_rejection(
     monkeypatch.setattr(decode, "sample", sample)
     monkeypatch.setattr(decode, "sample_drafts", sample_drafts)
     policy, sampling = f"fixed_degree:{num_instances}", {"sampling": "gumbel_max"}
-    found, cluster = played(prompts(), policy, num_instances, data_plane=sampling, num_drafts=1)
+    found, cluster = played(prompts(), policy, num_instances, num_drafts=1, **sampling)
     both = targets.keys() & drafts.keys()
     assert len(both) >= cluster.checked_drafts()[0][0] > 200
     alike = [1 - float((targets[key] - drafts[key]).abs().sum()) / 2 for key in both]
     by_rejection = sum(alike) / len(alike)
     # Seen: .479 of .535 at degree 1, .479 of .538 at degree 3.
     assert share(cluster) >= 0.85 * by_rejection, (share(cluster), by_rejection)
-    without, _ = played(prompts(), policy, num_instances, data_plane=sampling)
+    without, _ = played(prompts(), policy, num_instances, **sampling)
     assert_same(found, without)
     inverse, _ = played(prompts()[:2], policy, num_instances)
     assert [p.output for p in inverse] != [p.output for p in found[:2]], "a seed gives others"
@@ -314,28 +290,6 @@ def test_kv_of_a_prompt_in_the_mtp_layer_depends_on_the_next_token_and_on_no_lat
     other = [*ids[:70], ids[70] + 1, *ids[71:]]
     differs = (prompt_kv(TALE, ids, 129) != prompt_kv(TALE, other, 129)).any(dim=2)
     assert [layer.nonzero()[0].item() for layer in differs] == [70, 70, 70, 70, 69]
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param("tiny", marks=pytest.mark.system), "tiny-glm4-moe"]
-)
-def with_mtp_layer(request, tmp_path_factory):
-    """A checkpoint of random weights with an MTP layer, and its oracle."""
-    path = tmp_path_factory.mktemp("mtp") / request.param
-    make_checkpoint(path, request.param, published_spelling=True)
-    add_mtp_layer(path)
-    return path, Oracle(path)
-
-
-def test_families_are_exact_with_drafts(with_mtp_layer):
-    """Latent KV and K/V heads, under the names of DeepSeek-V3 and of GLM-4.5."""
-    checkpoint, oracle = with_mtp_layer
-    scheduler = SchedulerConfig(**CHAOS, num_drafts=2, steps_per_window=4)
-    config = Config(cluster=replace(CLUSTER, num_instances=3), scheduler=scheduler)
-    with DecodeCluster(config, checkpoint) as cluster:
-        prompts = cluster.run(make_prompts((5, 64, 130), arrival_gap=2, num_tokens=64))
-    assert sum(right for _, right in cluster.checked_drafts()) > 20
-    assert_exact(oracle, prompts)
 
 
 def test_without_drafts_no_layer_and_no_width_is_added():

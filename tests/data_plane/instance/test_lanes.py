@@ -1,18 +1,14 @@
-"""Two lanes: generators that take turns; the real step's tokens with lanes forced and random."""
+"""Two lanes: generators that take turns, and their regions. Their tokens: test_matrix.py."""
 
-import itertools
 import time
-from dataclasses import replace
 
 import pytest
 
-from data_plane.instance.lanes import in_turns
+from data_plane.instance.lanes import LaneOps, in_turns
 from data_plane.transport.exchange import Awaited, Channel, in_two_lanes
-from harness.exact.decode_cluster import DecodeCluster
-from harness.exact.exact_runs import CLUSTER, assert_exact, make_prompts
-from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
+from nanocp.config.scheduler import LANE_ORDERS, SchedulerConfig
+from nanocp.overlap.policies.orders import BehindFirst
+from nanocp.overlap.policies.registry import lane_policy
 
 
 def put(number):
@@ -60,6 +56,69 @@ def test_of_lanes_that_can_go_on_the_one_that_is_behind_does(ahead):
     assert order[4:] == [behind, behind, *sorted((behind, ahead))]
 
 
+CHANNELS = [Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE]
+
+
+def layers(lane, num_layers, peers=(0,)):
+    """The puts that a lane's step awaits."""
+    for layer in range(num_layers):
+        for channel in CHANNELS:
+            for peer in peers:
+                yield Awaited(channel.in_lane(lane), peer, layer)
+
+
+def test_operators_of_lanes_have_the_tags_of_what_was_awaited():
+    """What awaits several peers is one operator."""
+    seen = []
+
+    class Noting(BehindFirst):
+        def next_round(self, ops):
+            seen.extend(op.tag for op in ops.get_ready_ops(0))
+            super().next_round(ops)
+
+    with pytest.raises(StopIteration):
+        next(in_turns([layers(0, 2, peers=(0, 2))], lambda awaited: True, Noting()))
+    layer = ["attention", "", "exchange", "", "experts", "", "combine", ""]
+    assert seen == ["combine", *layer, *layer]
+    ops = LaneOps([layers(0, 1), layers(1, 1)], lambda awaited: True)
+    with pytest.raises(ValueError, match="the scheduler has cut 2 lanes, not 3"):
+        ops.split((1, 1, 1))
+
+
+AHEAD = "combine 0/1010, attention 250/1260, exchange 500/1510, experts 750/1760"
+"""Lane 0 is a layer ahead."""
+
+
+@pytest.mark.parametrize("peers", [(0,), (0, 2)])
+def test_a_searched_order_is_a_priority_among_what_is_ready(peers):
+    order, late = [], set()
+
+    def step(lane):
+        for put in layers(lane, 3, peers):
+            order.append((lane, put.epoch))
+            yield put
+
+    turns = in_turns([step(0), step(1)], lambda put: put not in late, lane_policy(AHEAD))
+    with pytest.raises(StopIteration):
+        next(turns)
+    num = len(peers)
+    turn = [0] * num + [1] * num
+    ahead, behind = [0] * (4 * num + 1) + [1], [0] * (num - 1) + [1] * (5 * num - 1)
+    assert [lane for lane, _ in order] == [*ahead, *turn * 7, *behind]
+    order.clear()
+    late.add(Awaited(Channel.Q, peers[0], 0))
+    assert next(in_turns([step(0), step(1)], lambda put: put not in late, lane_policy(AHEAD)))
+    assert order[0] == (0, 0) and {lane for lane, _ in order[1:]} == {1}, "nothing waits"
+
+
+@pytest.mark.parametrize("order", ["nanoflow2", "sequential", "", AHEAD[:-1] + "x", f" {AHEAD}"])
+def test_an_order_that_there_is_not_is_refused_with_those_that_there_are(order):
+    with pytest.raises(ValueError, match=r"lane_table is .* order one of behind_first\|dual"):
+        SchedulerConfig(lane_table=((1, 0, 90, order),))
+    for known in (*LANE_ORDERS, AHEAD):
+        SchedulerConfig(lane_table=((1, 0, 90, known),))
+
+
 def test_each_lane_has_regions_of_its_own_and_the_mailbox_none():
     layout = in_two_lanes(dict.fromkeys(list(Channel)[:5], ()))
     assert set(layout) == set(Channel)
@@ -68,59 +127,3 @@ def test_each_lane_has_regions_of_its_own_and_the_mailbox_none():
     assert len({*step_channels, *seconds}) == 8 and Channel.MAILBOX not in seconds
     assert [channel.name for channel in seconds] == [f"{c.name}_OF_LANE_1" for c in step_channels]
     assert [channel.in_lane(0) for channel in step_channels] == step_channels
-
-
-def cases(quick, *ways):
-    """Every combination of the ways; all but one are system tests."""
-    return [
-        pytest.param(*case, marks=() if case == quick else pytest.mark.system)
-        for case in itertools.product(*ways)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("degree", "lanes", "num_steps"),
-    cases((2, "random", 1), (1, 2, 3, 4), ("off", "always", "random"), (1, 4)),
-)
-def test_tokens_are_exact_in_lanes(tiny_checkpoint, tiny_oracle, degree, lanes, num_steps):
-    scheduler = SchedulerConfig(
-        policy=f"fixed_degree:{degree}", steps_per_window=num_steps, lanes=lanes, chaos_seed=1
-    )
-    kernels = "auto" if num_steps == 1 else "torch"
-    prompts = run(tiny_checkpoint, scheduler, kernels, max(degree, 2), (260, 300, 320, 400))
-    assert {prompt.placements[0].cp_degree for prompt in prompts} == {degree}
-    assert_exact(tiny_oracle, prompts)
-
-
-@pytest.mark.parametrize(("num_steps", "lanes"), cases((4, "random"), (1, 4), ("always", "random")))
-def test_tokens_are_exact_in_lanes_under_chaos(tiny_checkpoint, tiny_oracle, num_steps, lanes):
-    scheduler = SchedulerConfig(
-        policy="chaos",
-        steps_per_window=num_steps,
-        chaos_seed=num_steps,
-        chaos_period_windows=1,
-        growth_promise="tokens:0",
-        lanes=lanes,
-    )
-    prompts = run(tiny_checkpoint, scheduler, "auto", 4, (1, 64, 130, 300))
-    assert_exact(tiny_oracle, prompts)
-
-
-def run(checkpoint, scheduler, cpu_kernels, num_instances, lengths):
-    """Play prompts of these lengths; with lanes, rows must have been in both."""
-    config = Config(
-        cluster=replace(CLUSTER, num_instances=num_instances),
-        scheduler=scheduler,
-        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
-    )
-    # `always` gives rows that come one after the other the same lane: they are to overlap.
-    num_tokens = 96 if scheduler.lanes == "always" else 24
-    prompts = make_prompts(lengths, num_tokens=num_tokens)
-    with DecodeCluster(config, checkpoint) as cluster:
-        cluster.run(prompts)
-        plans = [plan for each in cluster.plans for plan in each.instances]
-    expected = {"off": {False}, "always": {True}, "random": {True, False}}[scheduler.lanes]
-    assert {plan.two_lanes for plan in plans} == expected
-    used = {change.lane for plan in plans for change in plan.changes.rows}
-    assert used == ({0} if scheduler.lanes == "off" else {0, 1})
-    return prompts

@@ -4,13 +4,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_plane.model.config import ModelConfig
-from data_plane.reference.oracle import Oracle
-from harness.exact.decode_cluster import DecodeCluster, Prompt
-from harness.exact.exact_runs import CLUSTER, assert_exact
+from harness.exact.decode_cluster import Prompt
+from harness.exact.exact_runs import assert_exact, cluster_of
 from harness.paths import ROOT
 from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
-from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams
 
 TALE = ROOT / "models/tale"
@@ -27,15 +24,14 @@ def test_it_is_small_and_has_an_mtp_layer():
     assert ModelConfig.from_folder(TALE).num_layers == 4
 
 
-def test_it_tells_words_exactly_at_degree_two(tokenizer):
+def test_it_tells_words_exactly_at_degree_two(tokenizer, models):
     greedy = SamplingParams(max_tokens=40, temperature=0.0)
     prompts = [Prompt(tokenizer.encode(text).ids, greedy) for text in SHORT_PROMPTS[:3]]
     prompts.append(Prompt(long_prompt(tokenizer, 700, seed=1), greedy))
-    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy="fixed_degree:2"))
-    with DecodeCluster(config, TALE) as cluster:
+    with cluster_of(TALE, policy="fixed_degree:2") as cluster:
         cluster.run(prompts)
     assert prompts[-1].placements[0].cp_degree == 2
-    assert_exact(Oracle(TALE), prompts)
+    assert_exact(models("models/tale").oracle, prompts)
     known = set(" ".join(_words(tokenizer, long_prompt(tokenizer, 3000, seed=2))).split())
     known |= {"the", "and", "he", "she", "was", "to", "a", "in", "of", "his", "said", "it", "had"}
     words = [word for prompt in prompts for word in _words(tokenizer, prompt.output)]

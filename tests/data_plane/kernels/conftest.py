@@ -5,30 +5,38 @@ What the compiler makes of them is test_kernel_compilation.py.
 
 import pytest
 
-from harness.gpu_stand_ins.interpreter import interpret
+from harness.gpu_stand_ins.interpreter import interpret, shared_by_threads
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 
 interpret()
 
-MINI = {
-    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8,
-    "vocab_size": 320,
-}  # fmt: skip
-"""A dense layer and a mixture of experts, as small as the kernels take them."""
-
 
 @pytest.fixture(scope="session")
-def mini_shape():
-    return MINI
+def mini(models):
+    """A mini checkpoint: (its folder, the oracle on it)."""
+    model = models("tiny, mini")
+    return model.path, model.oracle
 
 
-@pytest.fixture(scope="session")
-def mini(tmp_path_factory):
-    """Make a mini checkpoint: (its folder, the oracle on it)."""
-    from data_plane.model.make_checkpoint import make_checkpoint
-    from data_plane.reference.oracle import Oracle
+@pytest.fixture
+def two_instances(mini, monkeypatch, tmp_path):
+    """(configuration of two instances in threads of this process, their fake CUDA runtime)."""
+    from harness.gpu_stand_ins.whole_instances import stand_in_for_a_gpu
 
-    path = tmp_path_factory.mktemp("checkpoints") / "mini"
-    make_checkpoint(path, "tiny", overrides=MINI)
-    return path, Oracle(path)
+    library = stand_in_for_a_gpu(monkeypatch, tmp_path)
+    bounds = BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2)
+    config = Config(
+        cluster=ClusterConfig(
+            num_instances=2, instances_per_node=2, num_frames=4, max_model_len=256, bounds=bounds,
+            redundant_experts=4,
+        ),
+        scheduler=SchedulerConfig(steps_per_window=2),
+        data_plane=DataPlaneConfig(
+            device="cuda", eager=True, row_buckets=(2,), dispatch_backend="exchange"
+        ),
+    )  # fmt: skip
+    with shared_by_threads():
+        yield config, library

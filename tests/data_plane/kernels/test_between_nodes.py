@@ -191,15 +191,12 @@ def test_instances_of_two_nodes_give_the_reference_models_tokens(mini):
     data_plane = DataPlaneConfig(device="cuda", exchange_backend="nvshmem")
     cluster = GpuCluster(path, num_parts=2, data_plane=data_plane, timeout_ms=1000.0)
     assert cluster.instances[0].exchange.memory.addresses[1] == FAR
-    generator = torch.Generator().manual_seed(1)
-    for length, degree in ((1, 1), (130, 2), (63, 2)):
-        cluster.add(torch.randint(2, 320, (length,), generator=generator).tolist(), degree)
+    cluster.add_drawn((1, 130, 63), (1, 2, 2))
     memories = {i: each.exchange.memory for i, each in cluster.instances.items()}
     with poisoned(), network(WeakMemory(memories, seed=1, order="oldest")):
         for _ in range(2):
             cluster.step()
-    for request in cluster.requests:
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    cluster.assert_exact(oracle)
 
 
 def test_the_put_links_nvidias_library(tmp_path):

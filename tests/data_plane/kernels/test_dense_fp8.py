@@ -102,10 +102,7 @@ def test_steps_over_dense_layers_in_fp8_are_near_the_reference(tmp_path, monkeyp
     num_elements = sum(math.prod(layer.shape) for layer in layers)
     assert without.other_weights - need.other_weights == num_elements
     assert without.experts == need.experts
-    generator = torch.Generator().manual_seed(1)
-    for length, degree in ((5, 1), (70, 2)):
-        ids = torch.randint(2, 320, (length,), generator=generator).tolist()
-        cluster.add(ids, degree)
+    cluster.add_drawn((5, 70), (1, 2))
     with poisoned():
         for _ in range(2):
             cluster.step()

@@ -65,5 +65,5 @@ def test_the_kernel_is_within_limits_and_uses_hoppers_matrix_units(compiled, nam
     assert kernel["num_wgmma"] > 0 and kernel["num_async_copies"] > 0
     assert kernel["unordered_releases"] == []
     assert kernel["num_unordered_without_barriers"] > 10
-    only_flags = compiled("route")["num_narrow"]
+    only_flags = compiled("choose")["num_narrow"]
     assert kernel["num_narrow"] <= only_flags, "a hint of alignment was lost"

@@ -12,6 +12,7 @@ from data_plane.moe.fused import kernel as fused_kernel
 from data_plane.moe.fused.mixture import fused_obstacle
 from data_plane.moe.fused.state import ROUTE
 from data_plane.moe.gpu.rows import route_rows
+from data_plane.moe.rows import name_slots
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
 from data_plane.transport.gpu.peer_memory import PeerMemory
 from harness.gpu_stand_ins.interpreter import products_in_order
@@ -29,6 +30,7 @@ SHAPES = {
     "one expert for all": (FusedSizes(per_row=1, max_rows=6), {"visited": [3]}),
     "all experts of one instance": (FusedSizes(), {"visited": [0, 1]}),
     "experts that do not divide": (FusedSizes(num_experts=5, per_row=3), {}),
+    "replicas": (FusedSizes(num_experts=5, per_row=3, redundant=2), {}),
     "FP8 weights": (FusedSizes(hidden=32, width=32, fp8_block=(16, 16)), {}),
     "one instance, no shared expert": (FusedSizes(num_instances=1, num_shared=0), {}),
     "two shared experts, two row blocks": (FusedSizes(max_rows=6, num_shared=2),
@@ -116,9 +118,10 @@ def test_the_gate_chooses_as_the_plain_one_and_routes_likewise(name):
     run_gate(case, 0)
     run_queues(case, 0, ROUTE)
     layer, state = case.layers[0][0], case.fused[0].state()
-    assert state.chosen.equal(layer.expert)
+    named = name_slots(layer.expert, layer.live, case.number, 0)
+    assert state.chosen.equal(named)
     torch.testing.assert_close(state.weight, layer.weight)
-    expected = route_rows(layer.expert, layer.live, state.seat, 2, sizes.max_rows)
+    expected = route_rows(named, case.num_here, 2, sizes.max_rows)
     assert state.count.equal(expected[0]) and state.slot.equal(expected[2])
     for target, count in enumerate(state.count.tolist()):
         assert state.row[target, :count].equal(expected[1][target, :count])
@@ -129,6 +132,7 @@ def test_of_equal_scores_the_first_wins_and_nan_chooses_experts_too():
     layer = case.layers[0][0]
     case.gate[:], layer.bias[:] = case.gate[7], torch.tensor([0.0] * 5 + [1.0] * 7)
     layer.x[1] = float("nan")
+    layer.live[:] = True
     run_gate(case, 0)
     chosen = case.fused[0].state().chosen
     assert chosen[0].tolist() == [5, 6, 7]
@@ -140,7 +144,6 @@ def sums_in_order(case, instance):
     (layer,), sizes = case.layers[instance], case.sizes
     state = case.fused[instance].state()
     total = np.zeros(layer.x.shape, np.float32)
-    seats = state.seat.tolist()
 
     def product(weight, x):
         acc = np.zeros(len(weight), np.float32)
@@ -156,9 +159,10 @@ def sums_in_order(case, instance):
     for row, x in enumerate(layer.x.numpy()):
         for holder in range(sizes.num_instances) if layer.live[row] else ():
             part = np.zeros(sizes.hidden, np.float32)
-            for k, expert in enumerate(state.chosen[row].tolist()):
-                if seats[expert] == holder:
-                    part += state.weight[row, k].numpy() * run(expert, x)
+            for k, number in enumerate(state.chosen[row].tolist()):
+                seat, slot = divmod(number, case.num_here)
+                if seat == holder:
+                    part += state.weight[row, k].numpy() * run(case.held[seat][slot], x)
             total[row] += part
         shared = np.zeros(sizes.hidden, np.float32)
         for expert in range(sizes.num_experts, len(case.gate_up)):
@@ -170,7 +174,7 @@ def sums_in_order(case, instance):
 @pytest.mark.parametrize("seed", [0, *in_system(*((seed,) for seed in range(1, 6)))])
 def test_sums_are_equal_bit_by_bit_in_every_schedule_and_role_by_role(seed):
     """Pairs are summed by ascending k and instances ascending, whatever arrived first."""
-    sizes = FusedSizes(num_experts=6, per_row=4)
+    sizes = FusedSizes(num_experts=6, per_row=4, redundant=1)
     with products_in_order():
         roles = drawn(sizes, 1)
         run_roles(roles)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import gpu_attention, gpu_costs, gpu_moe, gpu_shapes, gpu_step
+from benchmarks.kit.bench import CANNOT_JUDGE
 from harness.gpu.gpu_machine import command_of
 from harness.paths import ROOT
 from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
@@ -228,7 +229,7 @@ def test_a_measurement_of_a_mixture_that_is_there_is_not_repeated(monkeypatch, t
 
     monkeypatch.setattr(gpu_moe, "MEASURES", {"time": measure})
     for limit_s, status, words in (
-        ("-1", 0, "the same command goes on"),
+        ("-1", CANNOT_JUDGE, "the same command goes on"),
         ("100", 1, "RuntimeError: out of something"),
         ("100", 0, "cores, torch"),
     ):

@@ -5,30 +5,37 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
 
+from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.buckets import Bucket, BucketTable
+from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.moe.fused.mixture import GateTiles
-from data_plane.step.gpu import GpuStep
 from data_plane.transport.gpu.cuda_runtime import CudaRuntime
-from harness.gpu import check_run, gpu_cluster, gpu_token_checks
+from harness.gpu import check_run, gpu_cluster, gpu_token_checks, one_of_many
 from harness.gpu.check_run import run
 from harness.gpu.gpu_cluster import GpuCluster
 from harness.gpu.gpu_exchange_checks import exchange_checks
-from harness.gpu.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
+from harness.gpu.gpu_kernel_checks import (
+    attention_checks,
+    fused_checks,
+    merge_and_expert_checks,
+    pages_in_pinned_memory,
+)
 from harness.gpu.gpu_layer_checks import layer_checks
 from harness.gpu.gpu_loss_checks import LEAVE_S, survives_a_kill
 from harness.gpu.gpu_machine import command_of
-from harness.gpu.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
+from harness.gpu.gpu_token_checks import decode_process, token_checks
 from harness.gpu_stand_ins.cuda_stand_in import Cuda
 from harness.gpu_stand_ins.fake_cudart import FakeCudart
+from harness.gpu_stand_ins.whole_instances import launched
 from harness.kernels.fused_cases import SMALL_TILES
 from harness.paths import ROOT
 from harness.transports.exchange_cases import NARROW
 from nanocp.config.cluster import BoundsConfig
+from nanocp.overlap.policies.orders import BehindFirst, DualBatchOverlap
 
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
@@ -61,6 +68,14 @@ def test_the_checks_themselves_run():
     exchange = exchange_checks("cpu", 2, 2, NARROW)
     results = run([*checks[:8], *checks[-5:], *exchange])
     assert not [result for result in results if result["error"]]
+
+
+@without_gpu
+def test_the_check_of_pinned_memory_runs(monkeypatch, tmp_path):
+    Cuda().install(monkeypatch)
+    library = FakeCudart(tmp_path)
+    pages_in_pinned_memory("cpu", CudaRuntime(library, 0))
+    assert "cudaHostRegister" in library.names() and not library.pinned
 
 
 @pytest.mark.system
@@ -116,7 +131,7 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
     )
     monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
     runtime = CudaRuntime(FakeCudart(tmp_path), 0)
-    monkeypatch.setattr(gpu_cluster, "load_runtime", lambda device: runtime)
+    monkeypatch.setattr(one_of_many, "load_runtime", lambda device: runtime)
     decode_process(0, 1, tmp_path, path, "cpu")
     found = json.loads((tmp_path / "0.json").read_text())
     assert [len(ids) - num_prompt for ids, num_prompt in found] == [8] * 4
@@ -130,26 +145,30 @@ def test_one_of_two_processes_is_killed_and_the_other_goes_on(mini):
     assert found["ended_s"] > LEAVE_S, "the survivor waited"
 
 
-@pytest.mark.system
 @without_gpu
-def test_graphs_of_two_lanes_give_the_tokens_of_the_reference(mini, monkeypatch):
-    """A graph runs its interpreted steps anew; one instance, since nobody takes turns."""
-    cuda, run_step = Cuda(), GpuStep.run
+@pytest.mark.parametrize(("policy", "num_calls"), [(BehindFirst(), 2), (DualBatchOverlap(), 1)])
+def test_graphs_of_two_lanes_give_the_tokens_of_the_reference(mini, monkeypatch, policy, num_calls):
+    """A graph runs its interpreted steps anew; one instance, since nobody takes turns.
+
+    One call of attention is enough for both lanes, where the policy says so.
+    """
+    cuda, run_attention, rows = Cuda(), TritonMla.run, []
     cuda.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(
-        GpuStep, "run", lambda step, context: cuda.launch(partial(run_step, step, context))
-    )
+    monkeypatch.setattr(CudaGraphs, "_run", launched(cuda, CudaGraphs._run))
     monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
     path, oracle = mini
-    cluster = GpuCluster(path, num_instances=1, num_parts=2, is_captured=True, num_lanes=2)
-    for ids in make_prompts((1, 70, 63), 320):
-        cluster.add(ids, 1)
-    for _ in range(2):
-        cluster.step()
-    assert_exact(cluster, oracle)
-    assert [len(graph.calls) for graph in cuda.graphs] == [2], "one bucket, a step of each lane"
-    assert sum("replays" in each for each in cuda.log) == 2
+    cluster = GpuCluster(
+        path, num_instances=1, num_parts=2, is_captured=True, num_lanes=2, policy=policy
+    )
+    cluster.add_drawn((1, 70, 63), (1, 1, 1))
+    monkeypatch.setattr(
+        TritonMla, "run", lambda *call: rows.append(len(call[1])) or run_attention(*call)
+    )
+    cluster.step()
+    cluster.assert_exact(oracle)
+    assert rows == [4 * 2 // num_calls] * num_calls * cluster.model.num_layers
+    assert len(cuda.graphs) == 1 and sum("replays" in each for each in cuda.log) == 1
 
 
 class OneBucket(BucketTable):

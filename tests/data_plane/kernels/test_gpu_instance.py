@@ -4,40 +4,30 @@ import re
 import threading
 import uuid
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance import decode
 from data_plane.instance.decode import DecodeInstance
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.moe.fused.mixture import FusedMixtures
-from data_plane.moe.gpu.gemm import TritonGemm
-from data_plane.reference.oracle import Oracle
-from data_plane.startup import gpu, shared_parts
-from data_plane.startup.experimental import nixl_ep, nvshmem
-from data_plane.startup.experimental.nvshmem import Nvshmem
+from data_plane.startup import gpu
+from data_plane.startup.experimental import nixl_ep
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.exchange import TermOver
-from data_plane.transport.gpu.cuda_runtime import CudaRuntime
 from data_plane.transport.segments import Segments
 from harness.exact import decode_cluster
 from harness.exact.decode_cluster import DecodeCluster, Prompt
-from harness.exact.mtp_layers import add_mtp_layer
 from harness.gpu.gpu_cluster import run_in_turn
 from harness.gpu.gpu_drafts import MAX_ROWS, NUM_DRAFTS, assert_drafts_as, played
 from harness.gpu_stand_ins import nixl_ep_stand_in
 from harness.gpu_stand_ins.cuda_stand_in import Cuda
-from harness.gpu_stand_ins.fake_cudart import FakeCudart
-from harness.gpu_stand_ins.fake_nvshmem import FakeLibrary, Group
-from harness.gpu_stand_ins.interpreter import shared_by_threads
-from harness.gpu_stand_ins.weak_memory import WeakMemory, network
+from harness.gpu_stand_ins.whole_instances import launched, stand_in_for_a_gpu
+from harness.transports.random_tables import table_of
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -49,32 +39,6 @@ from nanocp.values.sampling import SamplingParams
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
-
-
-class Hopper:
-    """What torch says of a GPU."""
-
-    major, minor, shared_memory_per_block_optin = 9, 0, 232_448
-
-
-def stand_in_for_a_gpu(monkeypatch, folder):
-    """Let an instance take this machine's CPU for a GPU, and run its kernels interpreted."""
-    library = FakeCudart(folder)
-    monkeypatch.setattr(gpu, "load_runtime", lambda device: CudaRuntime(library, device))
-    monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
-    monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper)
-    monkeypatch.setattr(
-        gpu,
-        "attention_backend",
-        lambda name, site: (
-            TritonMla(site.kind.kv_lora_rank, site.kind.rope_dim, site.kind.num_heads, 2),
-            "triton",
-        ),
-    )
-    monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
-    return library
 
 
 def stand_in_for_nixl_ep(monkeypatch):
@@ -93,11 +57,6 @@ def counting(call, calls):
         return call(*arguments)
 
     return noting
-
-
-def launched(cuda, run):
-    """A method of a step that launches what `run` runs."""
-    return lambda step, context: cuda.launch(partial(run, step, context))
 
 
 @without_gpu
@@ -128,14 +87,19 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
     if not is_eager:
         cuda.install(monkeypatch)
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)  # nothing is to be loaded
-        monkeypatch.setattr(GpuStep, "run", launched(cuda, GpuStep.run))
+        monkeypatch.setattr(CudaGraphs, "_run", launched(cuda, CudaGraphs._run))
     path, oracle = mini
     most = 4 if dispatch == "nixl_ep" else 2
     bounds = BoundsConfig(max_rows=most, max_links=1, max_attention_rows=most, max_partials=1)
     config = Config(
         cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=256, bounds=bounds),
         # With this seed the first two windows, and the two rows, are in different lanes.
-        scheduler=SchedulerConfig(steps_per_window=2, lanes=lanes, chaos_seed=8),
+        scheduler=SchedulerConfig(
+            steps_per_window=2,
+            lanes=lanes,
+            chaos_seed=8,
+            lane_table=((1, 0, 90, "behind_first"), (2, 0, 90, "dual_batch_overlap")),
+        ),
         data_plane=DataPlaneConfig(
             device="cuda", eager=is_eager, row_buckets=(most,), dispatch_backend=dispatch
         ),
@@ -159,9 +123,9 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
     assert isinstance(made[0].step.mixture, FusedMixtures) == (dispatch == "fused")
     if not is_eager:
         ways = {plan.two_lanes for each in cluster.plans for plan in each.instances}
-        assert ways == {True, False}, "windows of one lane and of two"
-        num_lanes = [len(graph.calls) for graph in cuda.graphs]
-        assert num_lanes == [1] * 2 + [2] * 2, "each bucket, in one lane and in two"
+        assert ways == {0, 1, 2}, "windows of one lane and of two, in two orders"
+        num_lanes = [len(call.args[1]) for graph in cuda.graphs for call in graph.calls]
+        assert num_lanes == [1] * 2 + [2] * 4, "each bucket, in one lane and in two"
         assert sum("replays" in each for each in cuda.log) >= 3
     assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 3
     assert oracle.judge(later.ids, later.output).exact and len(later.output) == 2
@@ -170,13 +134,11 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
         assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)
 
 
-@pytest.fixture(scope="module")
-def drafting(mini_shape, tmp_path_factory):
+@pytest.fixture
+def drafting(models):
     """(a mini checkpoint with an MTP layer, its oracle)."""
-    path = tmp_path_factory.mktemp("checkpoints") / "drafting"
-    make_checkpoint(path, "tiny", overrides=mini_shape)
-    add_mtp_layer(path)
-    return path, Oracle(path)
+    model = models("tiny, mini, with an MTP layer")
+    return model.path, model.oracle
 
 
 @without_gpu
@@ -240,25 +202,6 @@ def test_two_instances_draft_together(drafting, two_instances, monkeypatch):
     assert [len(prompt.output) for prompt in prompts] == [7, 4, 4]
 
 
-@pytest.fixture
-def two_instances(mini, monkeypatch, tmp_path):
-    """(configuration of two instances in threads of this process, their fake CUDA runtime)."""
-    library = stand_in_for_a_gpu(monkeypatch, tmp_path)
-    bounds = BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2)
-    config = Config(
-        cluster=ClusterConfig(
-            num_instances=2, instances_per_node=2, num_frames=4, max_model_len=256, bounds=bounds,
-            redundant_experts=4,
-        ),
-        scheduler=SchedulerConfig(steps_per_window=2),
-        data_plane=DataPlaneConfig(
-            device="cuda", eager=True, row_buckets=(2,), dispatch_backend="exchange"
-        ),
-    )  # fmt: skip
-    with shared_by_threads():
-        yield config, library
-
-
 def greedy_prompt(first, max_tokens=3):
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Prompt(list(range(first, first + 70)), params)
@@ -266,61 +209,32 @@ def greedy_prompt(first, max_tokens=3):
 
 @without_gpu
 def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
-    """Waits poll in threads; in the second term all experts are at one seat."""
+    """Waits poll in threads; in the second term all experts are at one seat, then anywhere."""
     (path, oracle), (config, library) = mini, two_instances
-    prompts = [greedy_prompt(2), greedy_prompt(90)]
+    prompts = [greedy_prompt(2), greedy_prompt(90), greedy_prompt(170)]
     with DecodeCluster(config, path) as cluster:
         cluster.run(prompts[:1])
         cluster.regroup(place_experts(8, 2, 4, [1]))
-        cluster.run(prompts[1:])
+        cluster.run(prompts[1:2])
+        cluster.regroup(table_of(cluster._model, config.cluster, seed=2))
+        cluster.run(prompts[2:])
         names = library.names()
-    assert names.count("cudaMalloc") == 6, "memory to be alone, and for each term"
+    assert names.count("cudaMalloc") == 8, "memory to be alone, and for each term"
     assert names.count("cudaFree") >= 4, "what nobody has mapped is free"
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
 
 
 @without_gpu
-def test_instances_of_two_nodes_meet_by_nvshmem(mini, two_instances, monkeypatch):
-    """Each is alone at first; then NVSHMEM's memory is taken, and its module initialised."""
-    (path, oracle), (config, _) = mini, two_instances
-    group, libraries = Group(2, far=[(0, 1)]), []
-
-    def load(address):
-        libraries.append(FakeLibrary(group))
-        return Nvshmem(libraries[-1])
-
-    monkeypatch.setattr(nvshmem, "load_nvshmem", load)
-    exchange = gpu.EXCHANGES["nvshmem"]._replace(obstacle=lambda **site: "")
-    monkeypatch.setitem(gpu.EXCHANGES, "nvshmem", exchange)
-    monkeypatch.setattr(nvshmem, "forwarding_module", lambda exchange: 5)
-    config = replace(
-        config,
-        cluster=replace(config.cluster, instances_per_node=1, redundant_experts=0),
-        scheduler=replace(config.scheduler, policy="fixed_degree:2"),
-        data_plane=replace(config.data_plane, exchange_backend="nvshmem", dispatch_backend="auto"),
-    )
-    prompt = greedy_prompt(2)
-    with network(WeakMemory(group, seed=1)), DecodeCluster(config, path) as cluster:
-        cluster.run([prompt])
-        selected = cluster.instances[0].selected
-    assert [library.modules for library in libraries] == [[5], [5]]
-    assert all(memory.any() for memories in group.memory.values() for memory in memories)
-    assert "dispatch: exchange, because exchange_backend is nvshmem" in selected
-    assert any(each.startswith("exchange: nvshmem, experimental") for each in selected)
-    assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
-
-
-@without_gpu
 def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instances, monkeypatch):
-    """Instances run steps alone first, as before a capture; in the end all experts are at one."""
+    """Instances run steps alone first, as before a capture; in the end some are at both."""
     (path, oracle), (config, _) = mini, two_instances
     stand_in_for_nixl_ep(monkeypatch)
     data_plane = replace(config.data_plane, dispatch_backend="nixl_ep")
     prompts = [greedy_prompt(2), greedy_prompt(90)]
     with DecodeCluster(replace(config, data_plane=data_plane), path) as cluster:
         cluster.run(prompts[:1])
-        cluster.regroup(place_experts(8, 2, 4, [1]))
+        cluster.regroup(table_of(cluster._model, config.cluster, seed=2))
         cluster.run(prompts[1:])
         selected = cluster.instances[0].selected
     assert "dispatch: nixl_ep, as configured" in selected
@@ -329,16 +243,13 @@ def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instance
 
 
 @without_gpu
-def test_states_of_rows_travel_between_instances(two_instances, tmp_path):
+def test_states_of_rows_travel_between_instances(two_instances, models):
     """They come from the prefill as pages, and move with their rows."""
-    (config, _), path = two_instances, tmp_path / "linear"
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    shape = {"hidden_size": 64, "num_hidden_layers": 3, "layer_types": layers}
-    make_checkpoint(path, "tiny-kimi-linear", overrides=shape)
-    oracle, prompts = Oracle(path), [greedy_prompt(2, 5), greedy_prompt(90, 5)]
+    (config, _), model = two_instances, models("tiny-kimi-linear, mini")
+    prompts = [greedy_prompt(2, 5), greedy_prompt(90, 5)]
     del prompts[1].ids[5:]
     scheduler = replace(config.scheduler, policy="chaos", chaos_seed=25, steps_per_window=1)
-    with DecodeCluster(replace(config, scheduler=scheduler), path) as cluster:
+    with DecodeCluster(replace(config, scheduler=scheduler), model.path) as cluster:
         cluster.run(prompts)
     sources = [
         transfer.source
@@ -348,7 +259,7 @@ def test_states_of_rows_travel_between_instances(two_instances, tmp_path):
     ]
     assert None in sources and {*sources} & {0, 1}, "of the prefill, and between instances"
     for prompt in prompts:
-        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 5
+        assert model.oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 5
 
 
 @without_gpu

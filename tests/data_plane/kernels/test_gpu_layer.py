@@ -23,7 +23,7 @@ from data_plane.model.linear import PlainLinear
 from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
-from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
+from data_plane.model.weights import MlpWeights, MoeWeights
 from data_plane.moe.gate import gate as plain_gate
 from data_plane.moe.gpu import gemm as gemm_kernels
 from data_plane.moe.gpu.deep_gemm import DeepGemm, _quantise
@@ -33,10 +33,12 @@ from data_plane.moe.gpu.gpu_weights import _can_join
 from data_plane.moe.gpu.grouped import GroupedExperts
 from data_plane.moe.gpu.pairs import find_pairs, lay_out
 from data_plane.moe.gpu.sums import sum_pairs
+from data_plane.moe.rows import name_slots
 from data_plane.step.gpu_rows import LatentRows, PlainRows
 from harness.gpu.gpu_cluster import GpuCluster
 from harness.kernels.kernel_cases import poisoned, visited
-from harness.kernels.slow_references import ReferenceGemm, group_rows
+from harness.kernels.slow_references import ReferenceGemm, group_rows, slots_of
+from harness.transports.random_tables import numbers_of, random_table
 from nanocp.config.data_plane import DataPlaneConfig
 
 
@@ -172,15 +174,16 @@ def test_the_gate_chooses_what_the_plain_one_does(softmax, groups, groups_a_row,
         routed_scale=2.5,
     )  # fmt: skip
     moe = gate_of(config, config.num_experts, 200)
-    x = normal(7, 200, seed=5)
+    x, live = normal(7, 200, seed=5), torch.arange(7) != 3
+    table = numbers_of(random_table(config.num_experts, 3, seed=size), config.num_experts)
     with poisoned():
-        expert, weight = gate(x, moe, config)
-    expected, expected_weight = plain_gate(x, moe, config)
-    order, expected_order = expert.argsort(dim=1), expected.argsort(dim=1)
-    assert expert.gather(1, order).equal(expected.gather(1, expected_order))
-    torch.testing.assert_close(
-        weight.gather(1, order), expected_weight.gather(1, expected_order), atol=1e-5, rtol=1e-5
-    )
+        number, weight = gate(x, moe, config, live, table, 2)
+    expert, expected_weight = plain_gate(x, moe, config)
+    expected = name_slots(expert, live, table, 2)
+    order, expected_order = number.argsort(dim=1), expected.argsort(dim=1)
+    assert number.gather(1, order).equal(expected.gather(1, expected_order))
+    found, expected = weight.gather(1, order), expected_weight.gather(1, expected_order)
+    torch.testing.assert_close(found[live], expected[live], atol=1e-5, rtol=1e-5)
 
 
 def test_scores_of_bf16_rows_have_the_precision_of_fp32():
@@ -201,26 +204,27 @@ def test_scores_of_bf16_rows_have_the_precision_of_fp32():
 def test_pairs_are_those_of_the_live_rows(num_shared):
     num_rows, experts, width, inner = 9, 6, 24, 16
     held = [4, 0, 3]
-    place = slots_of(held, experts)
-    expert = (
-        torch.rand(num_rows, experts, generator=torch.Generator().manual_seed(1))
-        .argsort(dim=1)[:, :2]
-        .contiguous()
-    )
+    expert = torch.rand(num_rows, experts, generator=torch.Generator().manual_seed(1)).argsort(
+        dim=1
+    )[:, :2]
     live = torch.arange(num_rows) != 4
+    # A slot beyond those here is another instance's.
+    slot = slots_of(held, experts)[expert]
+    slot[live] = torch.where(slot[live] < 0, 7, slot[live])
+    slot[~live] = -1
     x, weight = normal(num_rows, width), normal(num_rows, 2, seed=1).abs()
     gate_up = normal(len(held) + num_shared, 2 * inner, width, seed=2)
     down = normal(len(held) + num_shared, width, inner, seed=3)
-    grouped = GroupedExperts(TritonGemm(), place, gate_up, down, num_shared)
-    slowly = GroupedExperts(ReferenceGemm(), place, gate_up, down, num_shared)
+    grouped = GroupedExperts(TritonGemm(), gate_up, down, num_shared)
+    slowly = GroupedExperts(ReferenceGemm(), gate_up, down, num_shared)
     norm = normal(width, seed=4)
     with poisoned():
-        pairs = find_pairs(x, expert, live, place, len(held), num_shared)
+        pairs = find_pairs(x, slot, len(held), num_shared)
         found = sum_pairs(x, grouped.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
         other = sum_pairs(x, slowly.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
-    rows = GroupedExperts(ReferenceGemm(), place, gate_up[:3], down[:3])
+    rows = GroupedExperts(ReferenceGemm(), gate_up[:3], down[:3])
     y = torch.zeros_like(x)
-    y[live] = visited(rows, x[live], expert[live], weight[live])
+    y[live] = visited(rows, x[live], slot[live], weight[live])
     if num_shared:
         gate, up = (x @ gate_up[3].T).chunk(2, dim=1)
         y += ((F.silu(gate) * up) @ down[3].T) * live[:, None]
@@ -246,22 +250,22 @@ class MaskedGemm:
 def test_deep_gemm_gets_only_the_rows_that_are_there():
     num_rows, width, inner = 5, 256, 128
     gemm = DeepGemm(4, MaskedGemm)
-    place, expert = slots_of([0, 1], 2), torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]])
+    slot = torch.tensor([[0, 1], [1, 0], [-1, -1], [1, 0], [0, 1]])
     live = torch.tensor([True, True, False, True, True])
     x = normal(num_rows, width, dtype=torch.bfloat16)
     gate_up = normal(2, 2 * inner, width, seed=2) * width**-0.5
     down = normal(2, width, inner, seed=3) * inner**-0.5
-    experts = GroupedExperts(gemm, place, gate_up, down)
+    experts = GroupedExperts(gemm, gate_up, down)
     with poisoned():
-        pairs = find_pairs(x, expert, live, place, 2)
+        pairs = find_pairs(x, slot, 2)
         values, scale = lay_out(x, pairs.count_E, num_rows, pairs, is_fp8=True)
         y = experts.run_pairs(pairs).view(2, num_rows, width)
-    rows, counts, _ = group_rows(x[live], expert[live], place, 2, 4)
+    rows, counts, _ = group_rows(x[live], slot[live], 2, 4)
     expected, expected_scale = _quantise(rows.float().view(2, 4, 2, 128), (3,))
     assert pairs.count_E.tolist() == counts.tolist() == [4, 4]
     assert values[:, :4].float().equal(expected.float().view(2, 4, width))
     assert scale[:, :4].equal(expected_scale[..., 0])
-    slowly = GroupedExperts(ReferenceGemm(), place, gate_up, down).run_grouped(rows.float(), counts)
+    slowly = GroupedExperts(ReferenceGemm(), gate_up, down).run_grouped(rows.float(), counts)
     error = (y[:, :4].float() - slowly).norm() / slowly.norm()
     assert error < 0.09, error
 
@@ -271,22 +275,19 @@ def test_one_instance_alone_gives_the_reference_models_tokens(mini):
     cluster = GpuCluster(
         path, num_instances=1, num_parts=2, data_plane=DataPlaneConfig(device="cuda")
     )
-    generator = torch.Generator().manual_seed(1)
-    for length in (1, 130, 63):
-        cluster.add(torch.randint(2, 320, (length,), generator=generator).tolist(), 1)
+    cluster.add_drawn((1, 130, 63), (1, 1, 1))
     experts = cluster.instances[0].step.mixture._experts[1]
     assert experts.num_shared == 1
     with poisoned():
         for _ in range(3):
             cluster.step()
-    for request in cluster.requests:
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    cluster.assert_exact(oracle)
 
 
 def test_shared_experts_do_not_join_where_that_would_round_them():
     """DeepGEMM rounds plain experts to FP8; a plain shared expert stays plain beside them."""
     mlp = MlpWeights(PlainLinear(normal(256, 128)), PlainLinear(normal(128, 128)))
-    moe = MoeWeights(normal(2, 128), None, slots_of([0, 1], 2), [mlp, mlp], mlp)
+    moe = MoeWeights(normal(2, 128), None, [0, 1], [mlp, mlp], mlp)
     assert _can_join(moe, TritonGemm()) and not _can_join(moe, DeepGemm(4, MaskedGemm))
     assert not _can_join(replace(moe, shared_gate=normal(1, 128)), TritonGemm())
 

@@ -1,6 +1,5 @@
 """The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
-from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,53 +10,73 @@ from data_plane.graph.buckets import Bucket
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
-from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.model.presets import PRESETS
 from data_plane.moe.fused.mixture import FusedMixtures
 from data_plane.moe.gpu.rows import route_rows
-from data_plane.reference.oracle import Oracle
 from data_plane.step.triton_returned import merge_returned
 from data_plane.transport.gpu.cuda_ipc import Region
-from harness.exact.fp8_twin import make_twin
 from harness.gpu.gpu_cluster import GpuCluster
 from harness.kernels.kernel_cases import make_partials, poisoned
 from harness.kernels.slow_references import reference_lse_merge
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.overlap.policies.registry import lane_policy
 from nanocp.values.table_changes import PageRun
 
 CPU = torch.device("cpu")
 
 
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 320, (length,), generator=generator).tolist() for length in lengths]
+@pytest.mark.parametrize(("name", "how", "lengths"), [
+    ("tiny, mini", {"dispatch_backend": "exchange", "num_redundant": 2}, (1, 130, 63)),
+    ("tiny, mini", {"dispatch_backend": "fused", "num_redundant": 2}, (1, 130, 63)),
+    ("tiny, mini", {"num_lanes": 2, "policy": "behind_first"}, (1, 70, 63)),
+    ("tiny-kimi-linear, mini", {"num_lanes": 2, "policy": "dual_batch_overlap"}, (1, 70, 63)),
+    ("tiny-qwen3-moe, mini", {"dispatch_backend": "exchange"}, (1, 130, 63)),
+    ("tiny-qwen3-moe, mini", {"dispatch_backend": "fused"}, (1, 130, 63)),
+    ("tiny-llama, mini", {"dispatch_backend": "fused"}, (1, 130, 63)),
+    ("tiny-qwen3-next, mini", {}, (1, 70, 63)),
+    ("tiny-kimi-linear, mini", {}, (1, 70, 63)),
+    ("tiny, mini, in FP8", {"dispatch_backend": "exchange"}, (5, 70)),
+    ("tiny, mini, in FP8", {"dispatch_backend": "fused"}, (5, 70)),
+], ids=str)  # fmt: skip
+def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, name, how, lengths):
+    """Unwritten memory holds NaN; a request crosses a page's edge, rows change their binding.
 
-
-@pytest.mark.parametrize("dispatch", ["exchange", "fused"])
-def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini, dispatch):
-    """Unwritten memory holds NaN; a request crosses a page's edge, rows change their binding."""
-    path, oracle = mini
-    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
-    cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
-    for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
-        cluster.add(ids, degree)
+    Each lane has tables, regions and epochs of its own. A state goes with its row, and a prompt of
+    a token has none yet. Tokens over FP8 are exact, because e4m3 times its scales is, in fp32. With
+    redundant slots experts are anywhere, in each layer elsewhere, and some have replicas.
+    """
+    model, num_lanes = models(name), how.get("num_lanes", 1)
+    backend = {each: how[each] for each in how if each == "dispatch_backend"}
+    keys = {each: how[each] for each in how if each not in backend}
+    if "policy" in keys:
+        keys["policy"] = lane_policy(keys["policy"])
+    data_plane = DataPlaneConfig(device="cuda", **backend)
+    cluster = GpuCluster(model.path, num_parts=2, data_plane=data_plane, **keys)
+    cluster.add_drawn(lengths, (1, 2, 2)[: len(lengths)])
+    num_steps = 2 if num_lanes == 2 or "FP8" in name else 3
     with poisoned():
-        for _ in range(3):
+        for _ in range(num_steps):
             cluster.step()
-    for request in cluster.requests:
-        assert len(request.output) == 3
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
-    assert cluster.num_moved >= 1
+    cluster.assert_exact(model.oracle)
+    assert all(len(request.output) == num_steps for request in cluster.requests)
+    assert cluster.num_moved >= num_steps - 2
     assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
-    is_fused = isinstance(cluster.instances[0].step.mixture, FusedMixtures)
-    assert is_fused == (dispatch == "fused")
+    mixture = cluster.instances[0].step.mixture
+    assert (mixture is None) == ("llama" in name), "without experts nothing is dispatched"
+    if mixture is not None and "dispatch_backend" in how:
+        assert isinstance(mixture, FusedMixtures) == (how["dispatch_backend"] == "fused")
+    if "FP8" in name:
+        experts = mixture._experts[1]
+        assert experts.gate_up.values.dtype == experts.down.values.dtype == torch.float8_e4m3fn
+    if num_lanes == 2:
+        first, second = (lane[0] for lane in cluster.lanes)
+        assert first.frames is second.frames and first.pool is not second.pool
 
 
 def test_behind_a_wait_that_failed_every_row_appends_to_the_scratch_frame(mini):
     """A wait fails in the second step: what was received says where the first step appended."""
     cluster = GpuCluster(mini[0], num_parts=2)
-    cluster.add(*prompts(70), degree=2)
+    cluster.add_drawn((70,), (2,))
     (request,) = cluster.requests
     holder, _ = request.pages[-1]
     frames = cluster.instances[holder].frames
@@ -72,116 +91,6 @@ def test_behind_a_wait_that_failed_every_row_appends_to_the_scratch_frame(mini):
         assert any(frames_changed) != has_failed
         assert scratch_changed or not has_failed
         request.ids.append(5)
-
-
-def test_two_lanes_over_the_same_frames_give_the_tokens_of_one(mini):
-    """Each lane has tables, regions and epochs of its own; their steps take turns."""
-    path, oracle = mini
-    cluster = GpuCluster(path, num_parts=2, num_lanes=2)
-    for ids, degree in zip(prompts(1, 70, 63), (1, 2, 2), strict=True):
-        cluster.add(ids, degree)
-    with poisoned():
-        for _ in range(2):
-            cluster.step()
-    for request in cluster.requests:
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
-    first, second = (lane[0] for lane in cluster.lanes)
-    assert first.frames is second.frames and first.pool is not second.pool
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A function: a preset's name -> a small checkpoint of it and its oracle."""
-    return cache(lambda preset: small_checkpoint(preset, tmp_path_factory.mktemp(preset)))
-
-
-def small_checkpoint(preset, path):
-    shape = {
-        "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64,
-        "moe_intermediate_size": 32, "num_local_experts": 8, "vocab_size": 320,
-    }  # fmt: skip
-    fields = {name: value for name, value in shape.items() if name in PRESETS[preset]}
-    make_checkpoint(path, preset, overrides=fields)
-    return path, Oracle(path)
-
-
-@pytest.mark.parametrize(
-    "preset, dispatch",
-    [("tiny-qwen3-moe", "exchange"), ("tiny-llama", "fused"), ("tiny-qwen3-moe", "fused")],
-)
-def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, small):
-    """With experts, and without any: then nothing is dispatched."""
-    path, oracle = small(preset)
-    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
-    cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
-    for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
-        cluster.add(ids, degree)
-    with poisoned():
-        for _ in range(3):
-            cluster.step()
-    for request in cluster.requests:
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
-    assert (cluster.instances[0].step.mixture is None) == (preset == "tiny-llama")
-
-
-LINEAR = {
-    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32, "num_local_experts": 8, "num_experts": 8,
-    "vocab_size": 320, "head_dim": 16, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
-    "linear_head_dim": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])
-def test_states_of_linear_attention_layers_go_with_their_rows(preset, tmp_path):
-    """One prompt of a token has no state yet; rows change their binding, and take theirs along."""
-    shape = {name: value for name, value in LINEAR.items() if name in PRESETS[preset]}
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    make_checkpoint(
-        tmp_path, preset, overrides=shape | {"num_hidden_layers": 3, "layer_types": layers}
-    )
-    oracle, cluster = Oracle(tmp_path), GpuCluster(tmp_path, num_parts=2)
-    for ids, degree in zip(prompts(1, 70, 63), (1, 2, 2), strict=True):
-        cluster.add(ids, degree)
-    with poisoned():
-        for _ in range(3):
-            cluster.step()
-    assert cluster.num_moved >= 1
-    for request in cluster.requests:
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
-
-
-@pytest.fixture(scope="module")
-def mini_fp8(mini_shape, tmp_path_factory):
-    """A mini checkpoint in FP8, and the oracle of its de-quantised twin."""
-    path = tmp_path_factory.mktemp("fp8") / "fp8"
-    shape = mini_shape | {
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 128,
-        "n_group": 2,
-        "topk_group": 1,
-    }
-    make_checkpoint(
-        path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2}
-    )
-    return path, Oracle(make_twin(path, path.parent / "twin"))
-
-
-@pytest.mark.parametrize("dispatch", ["exchange", "fused"])
-def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_fp8, dispatch):
-    """The tokens are exact, because e4m3 times its scales is exact in fp32."""
-    path, oracle = mini_fp8
-    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
-    cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
-    for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
-        cluster.add(ids, degree)
-    for _ in range(2):
-        cluster.step()
-    experts = cluster.instances[0].step.mixture._experts[1]
-    assert experts.gate_up.values.dtype == experts.down.values.dtype == torch.float8_e4m3fn
-    for request in cluster.requests:
-        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
 
 
 CLUSTER = ClusterConfig(
@@ -251,17 +160,15 @@ def vars_of(pages: GpuPages):
 
 
 def test_rows_go_to_the_instances_of_their_experts():
-    """Two instances have three experts each, of any table; a row that is not live goes nowhere."""
+    """Two instances have three slots each; a row that is not live goes nowhere."""
     generator = torch.Generator().manual_seed(3)
-    expert_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
-    live_B = torch.tensor([True, True, False, True, True, True])
-    seat_E = torch.tensor([0, 1, 1, 0, 0, 1])
+    number_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
+    number_BK[2] = -1
     with poisoned():
-        count_N, row_NL, slot_NB = route_rows(
-            expert_BK, live_B, seat_E, num_instances=2, num_slots=8
-        )
+        count_N, row_NL, slot_NB = route_rows(number_BK, 3, num_instances=2, num_slots=8)
     for instance in range(2):
-        visits = ((seat_E[expert_BK] == instance).any(dim=1) & live_B).nonzero().flatten()
+        is_there = number_BK.div(3, rounding_mode="floor") == instance
+        visits = is_there.any(dim=1).nonzero().flatten()
         assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
         slots = torch.full((6,), -1)
         slots[visits] = torch.arange(len(visits))

@@ -288,9 +288,3 @@ def test_without_cuda_it_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(peer_memory, "loaded_cudart", lambda: "")
     assert "no CUDA runtime (libcudart)" in cuda_ipc_obstacle(torch.device("cuda", 0))
-
-
-def test_what_a_captured_layer_reads_is_on_the_device():
-    """A capture copies nothing from the host."""
-    case = ExchangeCase(2, 2, device="meta", has_experts=True)
-    assert {experts.place_E.device.type for experts in case.experts.values()} == {"meta"}

@@ -8,17 +8,15 @@ import torch
 
 from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 
 NUM_ROWS, NUM_TOKENS = 3, 40
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3-next", "tiny-kimi-linear"])
-def layers(request, tmp_path_factory):
+def layers(request, models):
     """(config, weights) of the first two linear attention layers of a model."""
-    path = tmp_path_factory.mktemp("carry")
-    make_checkpoint(path, request.param)
+    path = models(request.param).path
     model = ModelConfig.from_folder(path)
     weights = load_weights(path, model, torch.float32, range(model.num_experts))
     return model.delta, [weights.layers[index].attention for index in model.linear_layers[:2]]

@@ -7,7 +7,7 @@ import pytest
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.prefill import ticket_loop
+from data_plane.prefill import staged_prefill
 from data_plane.prefill.stage_messages import (
     BeginPrompt,
     CancelPrompt,
@@ -245,7 +245,7 @@ def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoin
 
 
 def test_its_queue_has_a_limit(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(ticket_loop, "MAX_QUEUED_PROMPTS", 1)
+    monkeypatch.setattr(staged_prefill, "MAX_QUEUED_PROMPTS", 1)
     target = TargetRun(0, 8, 0, 0)
     three = [prefill([7] * 500, target, ticket=ticket)[1] for ticket in (1, 2, 3, 4)]
     loop, link = scripted(tiny_checkpoint, join(1), *three)

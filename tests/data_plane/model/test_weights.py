@@ -288,11 +288,7 @@ def test_weights_do_what_the_stored_ones_do(tiny_checkpoint, config):
     )
     torch.testing.assert_close(torch.einsum("hnr,br->hbn", own.k_up, c_kv), keys)
     torch.testing.assert_close(torch.einsum("br,hrv->hbv", c_kv, own.v_up), values)
-    assert (
-        layer.mlp is None
-        and len(layer.moe.mlps) == 4
-        and layer.moe.slot_E[4:8].tolist() == [0, 1, 2, 3]
-    )
+    assert layer.mlp is None and len(layer.moe.mlps) == 4 and layer.moe.held == [4, 5, 6, 7]
     gate_up = torch.cat((stored("mlp.experts.6.gate_proj"), stored("mlp.experts.6.up_proj")))
     torch.testing.assert_close(layer.moe.mlps[2].gate_up(x), x @ gate_up.T)
     assert torch.equal(layer.moe.gate_bias, tensors[prefix + "mlp.gate.e_score_correction_bias"])

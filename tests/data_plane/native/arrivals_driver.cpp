@@ -25,24 +25,23 @@ static void expect(const char* what, const std::vector<ExpertRows<float, float>*
 }
 
 int main() {
-    const int64_t slot[SLOTS] = {0, 1, 2, 3, 4, 5};
     const float* weights[SLOTS] = {};
     MixtureLayer<float, float> of{};
     of.gate_up = of.down = weights;
-    of.slot = slot;
+    of.first = SLOTS;  // the second instance
     of.X = X;
     of.K = K;
     of.num_slots = SLOTS;
     // Expert 4 has three of the own rows, 1 two, the others at most one; 0 has none.
-    std::vector<int64_t> own_experts = {4, 1, 4, 1, 4, 3, 2, 5}, all = {0, 1, 2, 3, 4, 5, 0, 5};
+    std::vector<int64_t> own_numbers = {10, 7, 10, 7, 10, 9, 8, 11}, all = {6, 7, 8, 9, 10, 11, 6, 11};
     std::vector<float> weight(K * 4, 1.0f), hidden(X * 4);
     for (const bool by_rows : {false, true}) {
         Rows own, peer;
         own.count = peer.count = 4;
         own.which = peer.which = nullptr;
-        own.from = {nullptr, {own_experts.data(), K}, {weight.data(), K}, {hidden.data(), X}};
+        own.from = {nullptr, {own_numbers.data(), K}, {weight.data(), K}, {hidden.data(), X}};
         peer.from = own.from;
-        peer.from.expert.first = all.data();
+        peer.from.number.first = all.data();
         Arrivals<float, float> arrivals;
         std::vector<ExpertRows<float, float>*> order;
         for (long layer = 0; layer < 2; ++layer) {

@@ -52,13 +52,13 @@ struct Weights {
 struct Store {
     int32_t count = 0;
     // Rows are further apart than they are long.
-    std::vector<int64_t> expert = std::vector<int64_t>(MAX_ROWS * (K + 1));
+    std::vector<int64_t> number = std::vector<int64_t>(MAX_ROWS * (K + 1));
     Values weight = Values(MAX_ROWS * (K + 2)), sums = Values(MAX_ROWS * (X + 8));
     alignas(64) uint64_t flag = 0;
 
     Strided<float> hidden() { return {sums.data(), X + 8}; }
     Region<float> region() {
-        return {&count, {expert.data(), K + 1}, {weight.data(), K + 2}, hidden()};
+        return {&count, {number.data(), K + 1}, {weight.data(), K + 2}, hidden()};
     }
 };
 
@@ -69,21 +69,20 @@ struct Rows {
 };
 
 struct Layer {
-    std::vector<int64_t> seat, slot;
+    std::vector<int32_t> table;
     std::vector<const float*> gate_up, down;
     MixtureLayer<float, float> of;
 
-    Layer(const Weights& weights, long instance, long N) : seat(E), slot(E, -1) {
+    Layer(const Weights& weights, long instance, long N) : table(E * 64, 1) {
         for (long e = 0; e < E; ++e) {
-            seat[e] = e / (E / N);
-            if (seat[e] != instance) continue;
-            slot[e] = long(gate_up.size());
+            table[e * 64 + 1] = int32_t(e);
+            if (e / (E / N) != instance) continue;
             gate_up.push_back(weights.gate_up[e].data());
             down.push_back(weights.down[e].data());
         }
         of = {weights.gate.data(), weights.bias.data(), gate_up.data(), down.data(),
-              weights.gate_up[E].data(), weights.down[E].data(), seat.data(), slot.data(),
-              X, E, 1, 1, K, long(gate_up.size()), I, I, 1.0f, 0, 1};
+              weights.gate_up[E].data(), weights.down[E].data(), table.data(),
+              X, E, 1, 1, K, E / N, instance * (E / N), I, I, 1.0f, 0, 1};
     }
 };
 

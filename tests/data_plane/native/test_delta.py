@@ -1,6 +1,5 @@
 """The compiled step of a linear attention layer against CarryPool.step, its slow reference."""
 
-from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels
@@ -22,18 +20,6 @@ ENDS = 14
 """The step in which the second row stops."""
 NUM_STEPS = 18
 PAGE_BYTES = 1024
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Make each preset's checkpoint once."""
-
-    @cache
-    def of(preset):
-        make_checkpoint(path := tmp_path_factory.mktemp("delta") / preset, preset)
-        return path
-
-    return of
 
 
 class Side(NamedTuple):
@@ -75,9 +61,9 @@ def inputs(side, step, dtype):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.inference_mode()
-def test_steps(checkpoints, preset, form):
+def test_steps(models, preset, form):
     """Rows begin and stop while others go on; each step is also the reference's on our states."""
-    dtype, path = form[0], checkpoints(preset)
+    dtype, path = form[0], models(preset).path
     ours, theirs = side_of(path, dtype, native(form)), side_of(path, dtype, TorchKernels())
     for step in range(NUM_STEPS):
         rows = rows_of(ours.pool, step)
@@ -98,9 +84,9 @@ def test_steps(checkpoints, preset, form):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])
 @torch.inference_mode()
-def test_many_steps(checkpoints, preset, form):
+def test_many_steps(models, preset, form):
     """Errors that a fold makes would add up."""
-    dtype, path = form[0], checkpoints(preset)
+    dtype, path = form[0], models(preset).path
     ours, theirs = side_of(path, dtype, native(form)), side_of(path, dtype, TorchKernels())
     for step in range(60):
         x_BX = inputs(ours, step, dtype)
@@ -111,9 +97,9 @@ def test_many_steps(checkpoints, preset, form):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])
 @torch.inference_mode()
-def test_a_torn_step_runs_again_on_any_number_of_processors(checkpoints, preset, form):
+def test_a_torn_step_runs_again_on_any_number_of_processors(models, preset, form):
     """A step that ended in the first layer or behind it leaves nothing twice."""
-    dtype, path = form[0], checkpoints(preset)
+    dtype, path = form[0], models(preset).path
     native(form)
     smooth, torn = (side_of(path, dtype, NativeKernels(*form, count)) for count in (1, 2))
     for step in range(NUM_STEPS):
@@ -128,9 +114,9 @@ def test_a_torn_step_runs_again_on_any_number_of_processors(checkpoints, preset,
 
 
 @torch.inference_mode()
-def test_a_state_of_another_position_is_refused_and_not_changed(checkpoints):
+def test_a_state_of_another_position_is_refused_and_not_changed(models):
     form = (torch.float32, "avx2")
-    side = side_of(checkpoints("tiny-qwen3-next"), torch.float32, native(form))
+    side = side_of(models("tiny-qwen3-next").path, torch.float32, native(form))
     x_BX = inputs(side, 0, torch.float32)
 
     def at(positions, live=(True, True, True)):
@@ -152,8 +138,8 @@ def test_a_state_of_another_position_is_refused_and_not_changed(checkpoints):
 
 
 @torch.inference_mode()
-def test_another_depth_is_torchs(checkpoints):
-    path, kernels = checkpoints("tiny-qwen3-next"), native((torch.float32, "avx2"))
+def test_another_depth_is_torchs(models):
+    path, kernels = models("tiny-qwen3-next").path, native((torch.float32, "avx2"))
     ours, theirs = (side_of(path, torch.float32, kernels, depth=2) for _ in range(2))
     for step in range(8):
         x_BX, rows = inputs(ours, step, torch.float32), rows_of(ours.pool, step)

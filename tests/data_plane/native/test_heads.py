@@ -1,7 +1,6 @@
 """The compiled kernels for K/V heads against the torch functions, their slow references."""
 
 import weakref
-from functools import cache
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from data_plane.attention.torch_paged import KvHeads
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.norm import rms_norm
 from data_plane.model.weights import load_weights
 from data_plane.native.attention import NativeAttention
@@ -22,23 +20,11 @@ from harness.kernels.slow_references import reference_attention
 PAGE = 64
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Make each preset's checkpoint once."""
-
-    @cache
-    def of(preset):
-        make_checkpoint(path := tmp_path_factory.mktemp("heads") / preset, preset)
-        return path
-
-    return of
-
-
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-glm4-moe"])
-def test_queries_and_kv(checkpoints, preset, form):
+def test_queries_and_kv(models, preset, form):
     """One K/V head and as many as query heads, biases, norms, half of a head rotated."""
-    ours, theirs, path = native(form), TorchKernels(), checkpoints(preset)
+    ours, theirs, path = native(form), TorchKernels(), models(preset).path
     dtype = form[0]
     config = ModelConfig.from_folder(path)
     sides = []
@@ -89,15 +75,15 @@ def test_attention(form, data, num_kv_heads, group, head_dim):
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_heads_of_another_width_are_left_to_torch(checkpoints):
+def test_heads_of_another_width_are_left_to_torch(models):
     kernels = native((torch.float32, "avx2"))
-    config = ModelConfig.from_folder(checkpoints("tiny-llama"))
+    config = ModelConfig.from_folder(models("tiny-llama").path)
     assert config.attention.head_dim % 32 and kernels.own_attention(config) is None
 
 
-def test_a_layer_that_is_given_up_is_not_kept(checkpoints):
+def test_a_layer_that_is_given_up_is_not_kept(models):
     """A stage whose layers move would else keep the weights of those that have left."""
-    kernels, path = native((torch.float32, "avx2")), checkpoints("tiny-qwen3")
+    kernels, path = native((torch.float32, "avx2")), models("tiny-qwen3").path
     config = ModelConfig.from_folder(path)
     weights = load_weights(path, config, torch.float32, range(0), packing=kernels)
     weights.rope.reach(8)
@@ -111,9 +97,9 @@ def test_a_layer_that_is_given_up_is_not_kept(checkpoints):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-next"])
-def test_norms_of_both_dtypes(checkpoints, preset, form):
+def test_norms_of_both_dtypes(models, preset, form):
     """The second model has norms in fp32 beside rows in bf16; nothing is rounded before those."""
-    ours, theirs, path = native(form), TorchKernels(), checkpoints(preset)
+    ours, theirs, path = native(form), TorchKernels(), models(preset).path
     dtype, config = form[0], ModelConfig.from_folder(path)
     kind, index = config.attention, min({*range(config.num_layers)} - {*config.linear_layers})
     weights = load_weights(path, config, dtype, range(0), packing=ours)

@@ -23,6 +23,7 @@ from harness.exact.split_decoder import page_table
 from harness.kernels.kernel_cases import LENGTHS, AttentionCase
 from harness.kernels.native_cases import FORMS, assert_agree, available_forms, native
 from harness.kernels.slow_references import reference_attention, reference_experts_forward
+from harness.transports.random_tables import named_slots, numbers_of, random_table
 
 EXPERTS = range(4, 12)
 PAGE = 64
@@ -145,20 +146,21 @@ def test_experts(both, num_rows, limit):
     # In bf16 this reference rounds after every expert and the kernel once, hence the tolerance
     # below.
     moe = replace(their_weights.layers[1].moe, limit=limit)
-    expected = reference_experts_forward(x_TX, expert_TK, weight_TK, moe)
+    first = moe.held[0]
+    expected = reference_experts_forward(x_TX, expert_TK - first, weight_TK, moe)
     own = torch.arange(num_rows)[::2]
     sent = torch.arange(num_rows)[1::2]
     for kernels, weights in ((ours, our_weights), (theirs, their_weights)):
         arrived, answers = (
             [region(dtype, num_rows, 3, config.hidden_size) for _ in range(2)] for _ in range(2)
         )
-        fields = {"hidden": x_TX, "expert": expert_TK, "weight": weight_TK}
+        fields = {"hidden": x_TX, "number": expert_TK, "weight": weight_TK}
         for name, tensor in fields.items():
             arrived[1][name][: len(sent)] = tensor[sent]
         arrived[0]["count"][0], arrived[1]["count"][0] = 0, len(sent)
         own_sum, counts = kernels.visit_experts(
             *(x_TX, expert_TK, weight_TK, own, arrived, answers),
-            replace(weights.layers[1].moe, limit=limit),
+            *(replace(weights.layers[1].moe, limit=limit), first),
         )
         assert counts == [0, len(sent)] and answers[0]["hidden"].isnan().all()
         assert answers[1]["hidden"][len(sent) :].isnan().all()
@@ -174,7 +176,7 @@ def region(dtype, max_rows, per_token, hidden):
     """A region full of values that must not be read."""
     return {
         "count": torch.full((1,), -1, dtype=torch.int32),
-        "expert": torch.full((max_rows, per_token), -1),
+        "number": torch.full((max_rows, per_token), -1),
         "weight": torch.full((max_rows, per_token), float("nan")),
         "hidden": torch.full((max_rows, hidden), float("nan"), dtype=dtype),
     }
@@ -191,10 +193,11 @@ def region(dtype, max_rows, per_token, hidden):
 def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, per_token, seed):
     """Every region gets the same bytes from the kernels as from the torch functions.
 
-    Experts are on any instance, some rows are dead, and some instances get no row.
+    Experts are in any slots, some rows are dead, and some instances get no row.
     """
     hidden, num_experts, generator = 21, 4 * num_instances, torch.Generator().manual_seed(seed)
-    seat_E = torch.randint(num_instances, (num_experts,), generator=generator)
+    table = random_table(num_experts, num_instances, seed)
+    number_ER, num_slots = numbers_of(table, num_experts), table.num_slots
     dtype, ours, theirs = form[0], native(form), TorchKernels()
     x_BX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
     expert_BK = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=1)
@@ -207,7 +210,8 @@ def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, pe
     for moves in (ours, theirs):
         regions = [region(dtype, num_rows, per_token, hidden) for _ in range(num_instances)]
         regions[instance] = None
-        rows_NB, counts = moves.pack_rows(x_BX, expert_BK, weight_BK, live_B, seat_E, regions)
+        number_BK = moves.name_slots(expert_BK.clone(), live_B, number_ER, instance)
+        rows_NB, counts = moves.pack_rows(x_BX, number_BK, weight_BK, num_slots, regions)
         packed = [rows_NB[number, :count] for number, count in enumerate(counts)]
         # As if every expert returned its input: what was sent comes back.
         sums = [each if count else None for each, count in zip(regions, counts, strict=True)]
@@ -215,10 +219,10 @@ def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, pe
         sides.append((packed, counts, regions[:instance] + regions[instance + 1 :], y_BX))
     torch.testing.assert_close(sides[0][:-1], sides[1][:-1], atol=0, rtol=0, equal_nan=True)
     # Every row comes back once from each of its owners.
-    visits_B = (
-        torch.tensor([len({int(seat_E[e]) for e in row}) for row in expert_BK.tolist()]).view(-1)
-        * live_B
-    )
+    name = named_slots(table, 0)
+    rows_of = enumerate(expert_BK.tolist(), instance)
+    owners = [{name(expert, row) // num_slots for expert in experts} for row, experts in rows_of]
+    visits_B = live_B * torch.tensor([*map(len, owners)])
     expected_BX = x_BX.double() * (1 + visits_B[:, None]) + (
         0 if shared_BX is None else shared_BX.double()
     )

@@ -33,6 +33,7 @@ from harness.kernels.mixture_cases import (
     result_of,
 )
 from harness.kernels.native_cases import FORMS, available_forms, native
+from harness.transports.random_tables import random_table
 
 FASTEST = (torch.float32, "")
 SHAPES = [
@@ -59,7 +60,8 @@ def assert_equal(outs, expected):
 def test_bit_equal_to_the_parts_on_any_processors(config, form, num_instances):
     native(form)
     for seed, shape in enumerate(SHAPES):
-        case = MixtureCase(config, form, num_instances, seed, **shape)
+        table = seed and random_table(config.num_experts, num_instances, seed, num_layers=2)
+        case = MixtureCase(config, form, num_instances, seed, table=table, **shape)
         expected = case.run(case.in_parts)
         for num_processors in (1, 2, 3):
             for schedule in MoeSchedule:
@@ -75,7 +77,8 @@ def test_bit_equal_to_the_parts_on_any_processors(config, form, num_instances):
 )
 def test_bit_equal_whatever_arrives_first(config, form, kind, seed):
     """Instances are late at random, so that rows are taken in waves of any sources."""
-    case = MixtureCase(config, form, 4, seed, num_epochs=4)
+    table = random_table(config.num_experts, 4, seed, num_layers=2)
+    case = MixtureCase(config, form, 4, seed, num_epochs=4, table=table)
     late = random.Random(seed)
     delays = {(i, epoch): late.choice((0, 0, 0.002)) for i in range(4) for epoch in range(4)}
     expected = case.run(case.in_parts)
@@ -195,7 +198,7 @@ def test_what_a_peer_waits_for_runs_first(config, schedule, what, monkeypatch):
     monkeypatch.setattr(end, "put", put_and_spoil)
     rows = peer.outgoing(Channel.DISPATCH, 0, 1)
     rows["count"][0] = 2
-    rows["expert"][:2] = torch.tensor([2, 3, 6, 7])
+    rows["number"][:2] = torch.tensor([2, 3, 6, 7])
     rows["weight"][:2] = 0.25
     rows["hidden"][:2] = 1.0
     peer.put(Channel.DISPATCH, 0, 1, 2)

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights, stores_bf16
 from data_plane.native.kernels import NativeKernels
 from data_plane.startup.cpu_parts import cpu_parts
@@ -50,25 +49,11 @@ def test_linear(instructions, shape):
             assert_equal([kept(rows)], [widened(rows)])
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """Make a preset's checkpoint in bf16, once."""
-    made = {}
-
-    def of(preset):
-        if preset not in made:
-            made[preset] = tmp_path_factory.mktemp("stored") / preset
-            make_checkpoint(made[preset], preset, dtype=torch.bfloat16)
-        return made[preset]
-
-    return of
-
-
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("preset", ["tiny", "tiny-qwen2", "tiny-glm4-moe", "tiny-qwen3"])
-def test_layers(stored, preset, instructions):
+def test_layers(models, preset, instructions):
     """Latent KV, biases, norms, half of a head rotated, tied embeddings, shared experts."""
-    path, results = stored(preset), []
+    path, results = models(f"{preset}, in bf16").path, []
     config = ModelConfig.from_folder(path)
     kind = config.attention
     for kernels in kept_and_widened(instructions):
@@ -126,13 +111,11 @@ def keeps(folder, dtype="float32", kernels="auto"):
     return parts.kernels.keeps_bf16
 
 
-def test_what_stays_bf16(stored, tiny_checkpoint, tmp_path):
+def test_what_stays_bf16(models):
     native((torch.float32, ""))
-    folder = stored("tiny")
+    folder = models("tiny, in bf16").path
     assert keeps(folder) and not keeps(folder, "bfloat16") and not keeps(folder, kernels="torch")
-    assert not keeps(tiny_checkpoint)
-    make_checkpoint(tmp_path, "tiny", dtype=torch.float8_e4m3fn)
-    assert not keeps(tmp_path)
+    assert not keeps(models("tiny").path) and not keeps(models("tiny, in FP8").path)
 
 
 @pytest.mark.parametrize(("name", "is_kept"), [
@@ -140,8 +123,8 @@ def test_what_stays_bf16(stored, tiny_checkpoint, tmp_path):
     ("model.layers.1.mlp.gate.weight", True),
     ("model.norm.weight", True),
 ])  # fmt: skip
-def test_one_matrix_in_fp32_widens_all_but_norms_and_gates_may_be(stored, tmp_path, name, is_kept):
-    folder = stored("tiny")
+def test_one_matrix_in_fp32_widens_all_but_norms_and_gates_may_be(models, tmp_path, name, is_kept):
+    folder = models("tiny, in bf16").path
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")

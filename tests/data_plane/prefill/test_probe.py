@@ -129,7 +129,7 @@ def test_keys_and_values_of_heads_pass_and_others_do_not(tmp_path, preset, dtype
 def test_of_a_model_without_experts_the_first_layers_are_loaded(tmp_path):
     make_checkpoint(tmp_path, "tiny-qwen3", overrides={"num_hidden_layers": 6})
     probe = build_probe(CONFIGS["float32"], tmp_path)
-    assert (probe.num_layers, len(probe._expected)) == (6, 4)
+    assert (probe.num_layers, len(probe.expected)) == (6, 4)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Start-up on a GPU, on a machine without one: what is refused, and with which sentence."""
 
-from types import SimpleNamespace
+from socket import gethostname
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 @without_gpu
 @pytest.mark.parametrize(("keys", "words"), [
-    ({}, "device is cuda: it needs an NVIDIA GPU, and torch sees none here"),
+    ({}, f"device is cuda: it needs an NVIDIA GPU, and torch sees none here, on {gethostname()}: "),
     ({"exchange_backend": "nvshmem"}, "device is cuda: it needs an NVIDIA GPU"),
 ])  # fmt: skip
 def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_path, keys, words):
@@ -36,6 +36,10 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_pa
             "exchange_backend is cuda_ipc and device cpu; shm and tcp are for cpu",
         ),
         ({"exchange_backend": "shm", "device": "cuda"}, "exchange_backend is shm and device cuda"),
+        (
+            {"exchange_backend": "nvshmem", "device": "cuda", "dispatch_backend": "fused"},
+            "exchange_backend is nvshmem and dispatch_backend fused",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(keys, words):
@@ -57,12 +61,17 @@ def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup
         Config(data_plane=data_plane, cluster=ClusterConfig(spares=1))
 
 
-def test_deep_ep_has_no_redundant_slots():
-    gpu = pytest.importorskip("data_plane.startup.gpu")
-    cluster = ClusterConfig(num_instances=4, instances_per_node=4, redundant_experts=2)
-    model = SimpleNamespace(num_experts=8)
-    assert [each.has_terms for each in gpu.DISPATCHES.values()] == [False, True]
-    assert [gpu._num_slots(cluster, model, has_terms) for has_terms in (True, False)] == [4, 0]
+@without_gpu
+@pytest.mark.parametrize(("cuda", "advice"), [
+    ("13.0", "nvidia-smi must list one"),
+    (None, "is for CPUs; `make setup` with a driver has CUDA's"),
+])  # fmt: skip
+def test_a_node_without_the_driver_says_what_it_lacks(monkeypatch, tmp_path, cuda, advice):
+    """Whichever torch is there, and before the checkpoint is looked for."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    config = Config(data_plane=DataPlaneConfig(device="cuda"))
+    with pytest.raises(ValueError, match=advice):
+        build_instance(config, 0, "refused", tmp_path)
 
 
 def test_members_on_gpus_see_all_of_them():

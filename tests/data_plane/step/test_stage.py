@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from data_plane.reference.oracle import Oracle
 from data_plane.step import stage as model_stage
 from harness.exact.prompt_logprobs import assert_logprobs
 from harness.exact.reference_prefill import prefill_pages
@@ -40,48 +38,32 @@ def prompts(lengths=LENGTHS, seed=0):
     return [[random.randrange(2, 512) for _ in range(length)] for length in lengths]
 
 
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory):
-    """A checkpoint with K/V heads, stored in bf16, which native kernels keep; and its oracle."""
-    path = tmp_path_factory.mktemp("heads") / "tiny-qwen3-moe"
-    make_checkpoint(path, "tiny-qwen3-moe", dtype=torch.bfloat16, published_spelling=True)
-    return path, Oracle(path)
+HEADS = "tiny-qwen3-moe, in bf16"
+"""K/V heads, and weights that native kernels keep in bf16."""
 
 
-def play_through_all_splits(checkpoint, oracle, num_stages, kernels):
+def play_through_all_splits(model, num_stages, kernels):
     """Begin with the first split, and go through all others and back while requests run."""
-    every = splits(ModelConfig.from_folder(checkpoint).num_layers, num_stages)
+    every = splits(ModelConfig.from_folder(model.path).num_layers, num_stages)
     setup = still_setup(every[0], copy_ahead=num_stages != 3)
-    pipeline = ModelPipeline(checkpoint, 0, setup, kernels=kernels)
+    pipeline = ModelPipeline(model.path, 0, setup, kernels=kernels)
     pipeline.asks = [(8 + 9 * turn, split) for turn, split in enumerate([*every[1:], every[0]])]
     pipeline.run(prompts(), GREEDY)
     asked = len(every) if len(every) > 1 else 0
     assert pipeline.counts["changes"] == asked and not pipeline.asks, "layers must move meanwhile"
-    pipeline.judge(oracle)
+    pipeline.judge(model.oracle)
 
 
-@pytest.mark.parametrize(("num_stages", "kernels"), [
-    (2, "auto"),
-    pytest.param(1, "auto", marks=pytest.mark.system),
-    pytest.param(1, "torch", marks=pytest.mark.system),
-    pytest.param(2, "torch", marks=pytest.mark.system),
-    pytest.param(3, "auto", marks=pytest.mark.system),
-    pytest.param(3, "torch", marks=pytest.mark.system),
-    pytest.param(4, "auto", marks=pytest.mark.system),
+@pytest.mark.parametrize(("name", "num_stages", "kernels"), [
+    ("tiny", 2, "auto"),
+    (HEADS, 2, "auto"),
+    *(pytest.param("tiny", *how, marks=pytest.mark.system) for how in (
+        (1, "auto"), (1, "torch"), (2, "torch"), (3, "auto"), (3, "torch"), (4, "auto")
+    )),
+    *(pytest.param(HEADS, *how, marks=pytest.mark.system) for how in ((2, "torch"), (3, "auto"))),
 ])  # fmt: skip
-def test_every_split_before_during_and_after_changes(
-    tiny_checkpoint, tiny_oracle, num_stages, kernels
-):
-    play_through_all_splits(tiny_checkpoint, tiny_oracle, num_stages, kernels)
-
-
-@pytest.mark.parametrize(("num_stages", "kernels"), [
-    (2, "auto"),
-    pytest.param(2, "torch", marks=pytest.mark.system),
-    pytest.param(3, "auto", marks=pytest.mark.system),
-])  # fmt: skip
-def test_every_split_with_kv_heads(heads, num_stages, kernels):
-    play_through_all_splits(*heads, num_stages, kernels)
+def test_every_split_before_during_and_after_changes(models, name, num_stages, kernels):
+    play_through_all_splits(models(name), num_stages, kernels)
 
 
 def test_layers_that_move_by_chance(tiny_checkpoint, tiny_oracle):
@@ -91,10 +73,10 @@ def test_layers_that_move_by_chance(tiny_checkpoint, tiny_oracle):
 
 @pytest.mark.system
 @pytest.mark.parametrize("first", range(0, 20, 5))
-def test_layers_that_move_by_chance_in_20_seeds(tiny_checkpoint, tiny_oracle, heads, first):
+def test_layers_that_move_by_chance_in_20_seeds(models, first):
     for seed in range(first, first + 5):
-        play_chaos(tiny_checkpoint, tiny_oracle, seed, 10)
-        play_chaos(*heads, seed, 6)
+        for model, num_requests in ((models("tiny"), 10), (models(HEADS), 6)):
+            play_chaos(model.path, model.oracle, seed, num_requests)
 
 
 def test_sampled_tokens_are_those_of_one_stage(tiny_checkpoint):
@@ -198,7 +180,7 @@ def test_a_stage_waits_for_weights_that_are_still_read(tiny_checkpoint, tiny_ora
     pipeline.judge(tiny_oracle)
 
 
-def test_nan_in_what_a_stage_does_not_have_shows(tiny_checkpoint, tiny_oracle, monkeypatch):
+def test_nan_in_what_a_stage_does_not_have_shows(models, monkeypatch):
     """The harness would see KV that was left out: a wrong frame is written on arrival."""
     write = model_stage.CpuStageModel.write_frame
     monkeypatch.setattr(
@@ -208,4 +190,4 @@ def test_nan_in_what_a_stage_does_not_have_shows(tiny_checkpoint, tiny_oracle, m
     )
     # Torch's kernels: a gate of the compiled ones that gets NaN ends the process.
     with pytest.raises(AssertionError):
-        play_through_all_splits(tiny_checkpoint, tiny_oracle, 2, "torch")
+        play_through_all_splits(models("tiny"), 2, "torch")

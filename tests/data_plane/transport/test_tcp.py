@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp import messages as tcp_messages
 from data_plane.transport.tcp.server import TcpSegmentServer
 from harness.transports.page_writers import assert_written, page_payload, write_pages, written_page
+from harness.transports.tcp_nodes import tcp_nodes
 from harness.transports.transport_processes import (
     IMPATIENT,
     LAYOUT,
@@ -36,15 +38,8 @@ PAGE_BYTES = 1000
 @pytest.fixture
 def nodes(cluster_id):
     """Two members, each on a node of its own."""
-    both = [
-        Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), node=node)
-        for node in "ab"
-    ]
-    for segments in both:
-        segments.meet([Peer(other.node, other.address) for other in both])
-    yield both
-    for segments in both:
-        segments.close()
+    with tcp_nodes(cluster_id) as both:
+        yield both
 
 
 @pytest.fixture
@@ -173,8 +168,20 @@ def test_a_peer_that_does_not_answer_is_named(nodes):
             exchange.connect(60)
         assert late.value.peer == 1
         nodes[1].close()
-        with pytest.raises(ExchangeTimeout, match="Connection refused"):
+        advice = r"Connection refused; nodes must reach each other on all ports"
+        with pytest.raises(ExchangeTimeout, match=advice):
             exchange.connect(60)
+
+
+def test_a_network_that_hides_a_peer_is_named_before_the_start_is_over(nodes):
+    """Peers know an address once its owner listens, so a longer wait would not help."""
+    limits = replace(LIMITS, retry_ms=1, plan_timeout_ms=20, exchange_timeout_ms=40)
+    nodes[1].close()
+    with (
+        closing(ShmExchange.create(nodes[0], 0, 2, LAYOUT, limits)) as exchange,
+        pytest.raises(ExchangeTimeout, match=r"exchange-1 .* in 40 ms: .*refused; nodes must"),
+    ):
+        exchange.connect(5000)
 
 
 def test_a_node_without_a_door_cannot_be_reached(cluster_id):

@@ -110,11 +110,10 @@ class DecodeCluster:
         config: Config,
         checkpoint: Path,
         lost_share: float = 0.0,
-        experts: ExpertTable | None = None,
+        experts: Callable[..., ExpertTable] | None = None,
     ) -> None:
-        """lost_share: of the plans, the share that arrives corrupted. experts: where they are."""
+        """lost_share: of the plans, the share that arrives corrupted. experts: makes a table."""
         self.config = config = with_carry(config, checkpoint)
-        self._experts = experts
         self._term = 1
         self.cluster_id = uuid.uuid4().hex[:8]
         self.scheduler = Scheduler(config.cluster, config.scheduler)
@@ -122,6 +121,7 @@ class DecodeCluster:
         self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
         self._model = model_of(config, checkpoint)
+        self._experts = experts and experts(self._model, config.cluster)
         self._prefill_of = known_prefill(
             checkpoint, self._model, torch_dtype(config.data_plane), config.prefill.chunk_tokens
         )

@@ -1,12 +1,15 @@
 """What tests of exactness share: a cluster of four, random prompts, and the judgement."""
 
 import random
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from data_plane.reference.oracle import Verdict
-from harness.exact.decode_cluster import Prompt
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.settings import configured
+from harness.exact.states import depth_of_states
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.values.experts import ExpertTable
+from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams
 
 NUM_TOKENS = 28
@@ -18,9 +21,19 @@ CLUSTER = ClusterConfig(
     bounds=BoundsConfig(max_rows=16, max_attention_rows=48),
 )
 
-
+FOUR = Config(cluster=CLUSTER)
 right_outputs = WeakKeyDictionary()
 """By oracle and prompt: the longest output that it found right without a near-tie."""
+
+
+@contextmanager
+def cluster_of(checkpoint, base=FOUR, lost_share=0.0, experts=None, depth=1, **settings):
+    """Run a cluster. settings: by name. depth: newest tokens that no step folds into a state."""
+    config = configured(base, **settings)
+    with depth_of_states(depth), DecodeCluster(config, checkpoint, lost_share, experts) as cluster:
+        yield cluster
+        pools = [instance._frames.states for instance in cluster.instances.values()]
+        assert {pool.depth for pool in pools if pool is not None} <= {depth}
 
 
 def make_prompts(lengths, arrival_gap=0, num_tokens=NUM_TOKENS):
@@ -56,15 +69,3 @@ def judge(oracle, ids, output):
     if verdict.exact and not verdict.near_ties:
         known[ids] = output
     return verdict
-
-
-def random_table(num_experts: int, num_instances: int, seed: int) -> ExpertTable:
-    """Every expert on any instance; slots of an instance are in any order."""
-    rng = random.Random(seed)
-    seats = [rng.randrange(num_instances) for _ in range(num_experts)]
-    slots = [0] * num_experts
-    for instance in range(num_instances):
-        held = [expert for expert, seat in enumerate(seats) if seat == instance]
-        for slot, expert in enumerate(rng.sample(held, len(held))):
-            slots[expert] = slot
-    return ExpertTable(tuple(seats), tuple(slots))

@@ -157,7 +157,9 @@ class SplitDecoder:
         expert_BK, weight_BK = self.ops.gate(x_BX, layers[0].moe, self.config)
         all_rows = torch.arange(len(x_BX))
         out = sum(
-            self.ops.visit_experts(x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe)[0]
+            self.ops.visit_experts(
+                x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe, layer.moe.held[0]
+            )[0]
             for layer in layers
         )
         shared = shared_experts(x_BX, layers[0].moe, self.ops.gated_mlp)

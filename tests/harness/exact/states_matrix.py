@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.reference.oracle import Oracle
 from harness.exact.decode_cluster import Prompt
 from harness.exact.exact_runs import judge
-from harness.exact.exact_stories import STORIES, How
-from harness.seed_campaign import present_code
+from harness.exact.exact_stories import STORIES
+from harness.exact.models import Model, makes_models
+from harness.paths import present_code
 
 FAMILIES = ("tiny-qwen3-next", "tiny-qwen3.5", "tiny-kimi-linear", "tiny-ling")
 DEPTHS = (1, 4)
@@ -53,9 +52,11 @@ class Cell(NamedTuple):
         return " ".join(map(str, self))
 
     @property
-    def how(self) -> How:
-        """What the story is played with."""
-        return How(self.num_steps, self.kernels, self.depth)
+    def settings(self) -> dict[str, Any]:
+        """What the story is played with, by name."""
+        return {
+            "depth": self.depth, "steps_per_window": self.num_steps, "cpu_kernels": self.kernels,
+        }  # fmt: skip
 
 
 CELLS = [Cell(*each) for each in product(FAMILIES, STORIES, DEPTHS, WINDOWS, KERNELS)]
@@ -64,10 +65,8 @@ CELLS = [Cell(*each) for each in product(FAMILIES, STORIES, DEPTHS, WINDOWS, KER
 class Judge:
     """A family's checkpoint and reference; equal outputs of equal prompts are judged once."""
 
-    def __init__(self, folder: Path, family: str) -> None:
-        self.checkpoint = folder / family
-        make_checkpoint(self.checkpoint, family, published_spelling=True)
-        self._oracle = Oracle(self.checkpoint)
+    def __init__(self, model: Model) -> None:
+        self.checkpoint, self._oracle = model.path, model.oracle
         self._generated: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def counts(self, prompts: list[Prompt]) -> dict[str, int]:
@@ -118,11 +117,9 @@ def main() -> int:
     texts = arguments.progress.read_text().splitlines() if arguments.progress.exists() else []
     lines = {line["cell"]: line for line in map(json.loads, filter(None, texts))}
     lines = {name: line for name, line in lines.items() if line["code"] == code}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        arguments.progress.open("a") as file,
-    ):
-        judges = cache(lambda family: Judge(Path(folder), family))
+    with tempfile.TemporaryDirectory() as folder, arguments.progress.open("a") as file:
+        models = makes_models(Path(folder))
+        judges = cache(lambda family: Judge(models(family)))
         for cell in Random(0).sample(cells, len(cells)):  # a part of them has all of everything
             if "error" in lines.get(cell.name, {"error": "not played"}):
                 lines[cell.name] = line = _played(cell, judges) | {"code": code}
@@ -142,7 +139,7 @@ def _played(cell: Cell, judges: Any) -> dict[str, Any]:
     begin_s, line = time.process_time(), {"cell": cell.name}
     try:
         of_family = judges(cell.family)
-        line |= of_family.counts(STORIES[cell.story](of_family.checkpoint, cell.how))
+        line |= of_family.counts(STORIES[cell.story](of_family.checkpoint, **cell.settings))
     except Exception as raised:
         line["error"] = f"{type(raised).__name__}: {raised}"
     return line | {"cpu_s": round(time.process_time() - begin_s, 2)}

@@ -5,14 +5,11 @@ grows, and their MoE binding changes. Tokens are greedy. The same seed gives the
 whatever runs the steps.
 """
 
-import pickle
 import random
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from control_plane.scheduler.windows.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
@@ -20,6 +17,7 @@ from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.graph.lane_parts import in_order, order_of_lanes
 from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.page_ring import copy_bytes
 from data_plane.model.attention_kinds.gqa import GqaConfig
@@ -31,16 +29,14 @@ from data_plane.moe.fused.mixture import FusedMixtures
 from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.moe.gpu.gpu_weights import place_weights
 from data_plane.startup.gpu_parts import gpu_parts
-from data_plane.transport.exchange import Term
-from data_plane.transport.gpu.cuda_runtime import load_runtime
-from data_plane.transport.gpu.ipc_memory import IpcMemory
 from data_plane.transport.gpu.peer_memory import PeerMemory
-from data_plane.transport.segments import Segments
 from harness.exact.reference_prefill import prefill_pages
+from harness.gpu_stand_ins.cuda_stand_in import OneStream
 from harness.gpu_stand_ins.weak_memory import apart
+from harness.transports.random_tables import table_of
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.config.limits import LimitsConfig
+from nanocp.overlap.policies.orders import BEHIND_FIRST
 from nanocp.values.experts import num_slots, place_experts
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.table_changes import PageRun
@@ -79,52 +75,20 @@ class GpuInstance:
         self.window = -1
 
 
-class OneOfMany:
-    """An instance whose peers are other processes of this node: how they meet, in a folder."""
-
-    def __init__(self, instance, folder, term=1, runtime=None, device="cuda:0"):
-        """runtime: what maps memory; by default CUDA's."""
-        self.instance, self.segments = instance, Segments(Path(folder).name, term=Term(term))
-        self._store, self._num_gathered = dist.FileStore(f"{folder}/store", -1), 0
-        self._runtime = runtime or load_runtime(torch.device(device).index or 0)
-        self._memories = {}
-
-    def begin_term(self, lane, seats, places):
-        """Map the memory of these instances, who do the same, for a lane."""
-        if lane not in self._memories:
-            limits = LimitsConfig(start_timeout_ms=120_000)
-            self._memories[lane] = IpcMemory(
-                self._runtime, self.segments, lane, self.instance, places, limits
-            )
-        self._num_gathered = 0
-        return self._memories[lane].begin_term(seats)
-
-    def leave(self):
-        """Unmap what is mapped."""
-        for memory in self._memories.values():
-            memory.leave()
-
-    def gather(self, value, seats):
-        """Wait for the values of these instances, who all call this; returns them in this order."""
-        self._num_gathered += 1
-        prefix = f"{self.segments.term.number}/{self._num_gathered}"
-        self._store.set(f"{prefix}/{self.instance}", pickle.dumps(value))
-        return [pickle.loads(self._store.get(f"{prefix}/{seat}")) for seat in seats]
-
-
 class GpuCluster:
     """Requests that are decoded together by instances with GPU steps.
 
     All instances run in this process, unless it is `one_of` many: then one does. num_redundant:
-    slots for experts of instances that are lost.
+    slots for experts of instances that are lost; then experts are anywhere at first. policy: the
+    order of both lanes' parts; None: one lane behind the other, or as a graph has it.
     """
 
     def __init__(
         self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS,
         num_frames=24, max_len=512, seed=0, timeout_ms=1.0, num_parts=None, is_captured=False,
-        one_of=None, num_lanes=1, num_redundant=0,
+        one_of=None, num_lanes=1, num_redundant=0, policy=None,
     ):  # fmt: skip
-        self.device = torch.device(device)
+        self.device, self.policy = torch.device(device), policy
         self.data_plane = data_plane or DataPlaneConfig()
         self.cluster = ClusterConfig(
             num_instances=num_instances,
@@ -132,6 +96,7 @@ class GpuCluster:
             num_frames=num_frames,
             max_model_len=max_len,
             bounds=bounds,
+            redundant_experts=num_redundant,
         )
         self.model = model = ModelConfig.from_folder(checkpoint)
         self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
@@ -144,10 +109,11 @@ class GpuCluster:
             attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, num_parts)
         lanes = [{} for _ in range(num_lanes)]
         self.seats = list(range(num_instances))
+        self.table = table_of(self.model, self.cluster, seed) if num_redundant else None
+        """The expert table of the term; None: experts are at home."""
         self._held = {}
         """Instance -> what lets it hold the experts of a slot -> expert table."""
         slots = num_slots(model.num_experts, num_instances, num_redundant)
-        self._num_redundant = num_redundant
         for instance in self.seats if one_of is None else [one_of.instance]:
             experts = expert_range(model, instance, num_instances)
             gemm = TritonGemm()
@@ -182,6 +148,9 @@ class GpuCluster:
                 memories = [one_of.begin_term(number, [one_of.instance], places)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
         self.instances = self.lanes[0]
+        for lane in self.lanes:
+            for seat, instance in lane.items():
+                self._place_experts(seat, instance)
         self.forget_requests(seed)
         self.buckets = BucketTable(
             bounds.max_rows, bounds.max_attention_rows, num_instances=num_instances
@@ -232,6 +201,18 @@ class GpuCluster:
             self._give_state(request, state, 0)
         self.requests.append(request)
 
+    def add_drawn(self, lengths, degrees):
+        """Add a random prompt of each length; the same ones on every machine."""
+        generator, most = torch.Generator().manual_seed(1), self.model.vocab_size
+        for length, degree in zip(lengths, degrees, strict=True):
+            self.add(torch.randint(2, most, (length,), generator=generator).tolist(), degree)
+
+    def assert_exact(self, oracle):
+        """Raise AssertionError unless every token is the reference's."""
+        for request in self.requests:
+            verdict = oracle.judge(request.ids[: request.num_prompt], request.output)
+            assert verdict.exact, (request.num_prompt, verdict, request.pages)
+
     def _give_state(self, request, source, frame):
         """Copy a state to the request's MoE binding."""
         request.carry_frame = self.free_states[request.moe_binding].pop()
@@ -248,7 +229,8 @@ class GpuCluster:
         """Let these instances go on: with other memory, and the experts of those that do not."""
         self.seats = list(seats)
         total, num = self.model.num_experts, self.cluster.num_instances
-        table = place_experts(total, num, self._num_redundant, seats) if total else None
+        redundant = self.cluster.redundant_experts
+        self.table = place_experts(total, num, redundant, seats, self.table) if total else None
         for lane_number, lane in enumerate(self.lanes):
             places = next(iter(lane.values())).places
             if self.one_of is None:
@@ -258,11 +240,14 @@ class GpuCluster:
                 memories = [self.one_of.begin_term(lane_number, seats, places)]
             for memory in memories:
                 instance = lane[memory.instance]
-                if table is not None:
-                    self._held[memory.instance](table.at(memory.instance))
-                    instance.step.place_experts(table)
+                self._place_experts(memory.instance, instance)
                 instance.step.meet([seat for seat in seats if seat != memory.instance])
                 instance.exchange.attach(memory, number)
+
+    def _place_experts(self, seat, instance):
+        if self.table is not None:
+            self._held[seat](self.table, seat)
+            instance.step.place_experts(self.table)
 
     def phases(self, instance, context):
         """Run a step of an instance; see GpuStep.phases."""
@@ -374,8 +359,8 @@ class GpuCluster:
         """Capture all graphs: {instance: {bucket: what replays its graph}}."""
         captures = {}
         for index in self.instances:
-            first, *beside = ((lane[index].pool, lane[index].step.run) for lane in self.lanes)
-            captures[index] = CudaGraphs(*first, *beside)
+            lanes = ((lane[index].pool, lane[index].step) for lane in self.lanes)
+            captures[index] = CudaGraphs(*lanes, policies=[self.policy or BEHIND_FIRST])
         # Work around a graph waits for it, so each instance has a stream of its own for that.
         self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
         graphs = {index: {} for index in self.instances}
@@ -397,18 +382,10 @@ class GpuCluster:
 
     def _run(self):
         if self.graphs is None:
-            steps = self.begin()
-            while steps:
-                steps = [step for step in steps if next(step, StopIteration) is not StopIteration]
+            in_turn(self.begin() if self.policy is None else [*self._in_order()])
             return
         for index in self.instances:
-            lanes = [lane[index] for lane in self.lanes]
-            held = [self._bucket(instance) for instance in lanes]
-            bucket = Bucket(
-                max(each.num_rows for each in held),
-                max(each.num_received for each in held),
-                has_links=any(each.has_links for each in held),
-            )
+            lanes, bucket = self._lanes_of(index)
             with torch.cuda.stream(self.streams[index]):
                 for instance in lanes:
                     instance.pool.adopt(instance.window & 1)
@@ -424,6 +401,28 @@ class GpuCluster:
             instance.pool.start()
             contexts.append(instance.pool.context(self._bucket(instance)))
         return [self.phases(*each) for each in zip(instances, contexts, strict=True)]
+
+    def _lanes_of(self, index):
+        """An instance's lanes, and the smallest bucket for all of them."""
+        lanes = [lane[index] for lane in self.lanes]
+        held = [self._bucket(instance) for instance in lanes]
+        return lanes, Bucket(
+            max(each.num_rows for each in held),
+            max(each.num_received for each in held),
+            has_links=any(each.has_links for each in held),
+        )
+
+    def _in_order(self):
+        """Begin an eager step of every instance, as a graph has it."""
+        for index in self.seats:
+            lanes, bucket = self._lanes_of(index)
+            order = order_of_lanes(lanes[0].step.tags, len(lanes), self.policy)
+            steps = []
+            for each in lanes:
+                each.pool.adopt(each.window & 1)
+                each.pool.start()
+                steps.append(self.phases(each, each.pool.context(bucket)))
+            yield in_order(steps, order, OneStream())
 
     def _bucket(self, instance):
         tables = instance.pool.staging[instance.window & 1]
@@ -442,6 +441,10 @@ def run_in_turn(contexts):
     """Run an eager step of every instance: in turn, each as far as it gets without its peers."""
     for instance, _ in contexts:
         instance.pool.start()
-    steps = [instance.step.phases(context) for instance, context in contexts]
+    in_turn([instance.step.phases(context) for instance, context in contexts])
+
+
+def in_turn(steps):
+    """Run a list of generators in turn to their ends."""
     while steps:
         steps = [step for step in steps if next(step, StopIteration) is not StopIteration]

@@ -11,8 +11,13 @@ from importlib.util import find_spec
 import torch
 
 from data_plane.attention.torch_paged import KvHeads
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.gpu_copies import GpuCopies
+from data_plane.kv.page_copier import PageCopier
+from data_plane.kv.slots import Slots
 from data_plane.transport.exchange import ExchangeTimeout
-from harness.gpu_stand_ins import published_packages
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from harness.gpu_stand_ins import deep_ep_stand_in, published_packages
 from harness.kernels.kernel_cases import (
     LENGTHS,
     AttentionCase,
@@ -22,6 +27,8 @@ from harness.kernels.kernel_cases import (
     poisoned,
 )
 from harness.kernels.slow_references import reference_lse_merge
+from nanocp.values.offload import Fetch, StoredPage, Stow
+from nanocp.values.plan import TransferDone
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
@@ -158,6 +165,25 @@ def captured_lengths_change():
             torch.testing.assert_close(replayed, expected, atol=0, rtol=0)
 
 
+def pages_in_pinned_memory(device="cuda", runtime=None):
+    """Pages go to pinned memory behind a write that is under way, and come back elsewhere."""
+    pool = FramePool(8, 16, 576, torch.bfloat16, device)
+    slots = Slots(8, 0, pool.page_bytes, "")
+    gpu = GpuCopies(runtime or load_runtime(0), pool.layers.device, slots.memory)
+    copier = PageCopier(0, slots, pool.page_view, pool.write_payload, gpu)
+    if pool.layers.is_cuda:
+        torch.cuda._sleep(200_000_000)
+    pool.layers[:, :8].normal_()
+    copier.stow(Stow(1, 0, tuple((frame, frame) for frame in range(8))))
+    pages = tuple(StoredPage(frame, frame, 0) for frame in range(8))
+    copier.fetch(Fetch(2, 0, pages), {frame: frame + 8 for frame in range(8)})
+    while copier.run_one():
+        pass
+    assert copier.take() == ([TransferDone(1, 0)], [(2, frame) for frame in range(8)])
+    assert pool.layers[:, 8:16].equal(pool.layers[:, :8]) and pool.layers[:, 15].any()
+    copier.close()
+
+
 def package_checks():
     """The packages that are installed, against the signatures in published_packages.py."""
     pinned = {
@@ -215,7 +241,7 @@ def _same_signature(name):
     """The installed function, or each method that is used, has the pinned parameters."""
     module, _, attribute = name.rpartition(".")
     installed = getattr(import_module(module), attribute)
-    pinned = getattr(published_packages, attribute)
+    pinned = getattr(deep_ep_stand_in if module == "deep_ep" else published_packages, attribute)
     if "use_legacy" in inspect.signature(installed).parameters:
         pinned = published_packages.sgl_flash_mla_with_kvcache
     if inspect.isfunction(pinned):

@@ -29,6 +29,8 @@ from data_plane.moe.gpu.grouped import GroupedExperts
 from data_plane.moe.gpu.pairs import find_pairs
 from data_plane.moe.gpu.sums import sum_pairs
 from harness.kernels.kernel_cases import poisoned
+from harness.transports.random_tables import numbers_of
+from nanocp.values.experts import home_table
 
 
 class Layer:
@@ -136,9 +138,10 @@ def gates(layer):
     weight = layer.normal(256, layer.hidden, scale=0.02, dtype=torch.float32)
     bias = layer.normal(256, scale=0.1, dtype=torch.float32)
     moe, x = SimpleNamespace(gate=weight, gate_bias=bias), layer.normal(layer.rows, layer.hidden)
+    live = torch.ones(len(x), dtype=torch.bool, device=x.device)
     with poisoned():
         scores = gate_scores(x, weight).sum(dim=0).double()
-        expert, found = gate(x, moe, config)
+        expert, found = gate(x, moe, config, live, numbers_of(home_table(256, 1), 256, x.device), 0)
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     assert ((scores - exact).abs() <= (layer.hidden + 3) * 2**-23 * sizes).all()
     expected, expected_weight = plain_gate(x, moe, config)
@@ -161,14 +164,13 @@ def experts(layer, form, rows=None):
         held = [Fp8Weight(*rounding.prepare(weight), (128, 128)) for weight in weights]
         weights = [weight.dequantised() for weight in held]
         gemm = DeepGemm(rows) if form == "deep_gemm" else gemm
-    place_E = torch.arange(num, device=layer.device)
-    group = GroupedExperts(gemm, place_E, *held, 1)
+    group = GroupedExperts(gemm, *held, 1)
     expert = torch.rand(rows, num, device=layer.device).argsort(dim=1)[:, :6].contiguous()
     weight = torch.rand(rows, 6, device=layer.device)
     x, norm = layer.normal(rows, hidden), layer.normal(hidden)
     live = torch.rand(rows, device=layer.device) > 0.1
     with poisoned():
-        pairs = find_pairs(x, expert, live, place_E, num, 1)
+        pairs = find_pairs(x, expert.masked_fill(~live[:, None], -1), num, 1)
         zeros = torch.zeros_like(x)
         out, _ = sum_pairs(zeros, group.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
     expected = torch.zeros(rows, hidden, device=layer.device)

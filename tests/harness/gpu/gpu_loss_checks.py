@@ -12,8 +12,8 @@ import torch
 
 from data_plane.transport.exchange import TermOver
 from data_plane.transport.gpu.cuda_runtime import CudaRuntime
-from harness.gpu.gpu_cluster import GpuCluster, OneOfMany
-from harness.gpu.gpu_token_checks import make_prompts
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.gpu.one_of_many import OneOfMany
 from harness.gpu_stand_ins.fake_cudart import FakeCudart
 from nanocp.config.cluster import BoundsConfig
 from nanocp.config.data_plane import DataPlaneConfig
@@ -82,8 +82,7 @@ def _cluster(index, directory, checkpoint, device, term):
 def _decode(index, directory, checkpoint, device):
     """The body of the first two processes; number 1 is killed, number 0 writes its tokens."""
     cluster = _cluster(index, directory, checkpoint, device, term=1)
-    for number, ids in enumerate(make_prompts(LENGTHS, cluster.model.vocab_size)):
-        cluster.add(ids, number % 2 + 1)
+    cluster.add_drawn(LENGTHS, [number % 2 + 1 for number in range(len(LENGTHS))])
     for _ in range(NUM_TOKENS):
         cluster.step()
     if index == 1:

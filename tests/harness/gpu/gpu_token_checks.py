@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from harness.gpu.gpu_cluster import GpuCluster, OneOfMany
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.gpu.one_of_many import OneOfMany
 from nanocp.config.cluster import BoundsConfig
 from nanocp.config.data_plane import DataPlaneConfig
 
@@ -43,7 +44,7 @@ def token_checks(checkpoint, oracle, device, **how):
     """Eager steps; the instances take turns in one thread."""
 
     def exact(**keys):
-        assert_exact(decoded(checkpoint, device, **how, **keys), oracle)
+        decoded(checkpoint, device, **how, **keys).assert_exact(oracle)
 
     def near(kind, **keys):
         assert_near(decoded(checkpoint, device, **how, **keys), oracle, kind)
@@ -63,7 +64,7 @@ def captured_checks(checkpoint, oracle):
             decoded(checkpoint, "cuda", is_captured=is_captured, **keys)
             for is_captured in (False, True)
         )
-        assert_exact(captured, oracle)
+        captured.assert_exact(oracle)
         for first, second in zip(eager.requests, captured.requests, strict=True):
             assert first.output == second.output
             torch.testing.assert_close(
@@ -112,26 +113,10 @@ def decoded(
         one_of=one_of,
         num_lanes=num_lanes,
     )
-    for number, ids in enumerate(make_prompts(lengths, cluster.model.vocab_size)):
-        cluster.add(ids, number % num_instances + 1)
+    cluster.add_drawn(lengths, [number % num_instances + 1 for number in range(len(lengths))])
     for _ in range(num_tokens):
         cluster.step()
     return cluster
-
-
-def make_prompts(lengths, vocabulary):
-    """Draw a prompt of each length; the same seed gives the same prompts on every machine."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths
-    ]
-
-
-def assert_exact(cluster, oracle):
-    """Raise AssertionError unless every token is the reference's."""
-    for request in cluster.requests:
-        verdict = oracle.judge(request.ids[: request.num_prompt], request.output)
-        assert verdict.exact, (request.num_prompt, verdict, request.pages)
 
 
 def assert_near(cluster, oracle, kind):

@@ -2,7 +2,6 @@
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
@@ -52,7 +51,6 @@ class NixlEpCluster(GpuCluster):
 
     def __init__(self, checkpoint, **keys):
         super().__init__(checkpoint, **keys)
-        self._cluster = replace(self.cluster, redundant_experts=self._num_redundant)
         self._id, self.members = f"nixl-ep-{uuid.uuid4().hex[:8]}", {}
         for seat in self.instances:
             self.start(seat)
@@ -60,9 +58,9 @@ class NixlEpCluster(GpuCluster):
 
     def start(self, seat):
         """Let another process have the seat: what was connected to the one before is lost."""
-        self.members[seat] = Member(self._id, seat, self._cluster, self.model)
+        self.members[seat] = Member(self._id, seat, self.cluster, self.model)
         step, exchange = self.instances[seat].step, self.members[seat].exchange
-        step.mixture._all_to_all, step.check_mixture = exchange, exchange.check
+        step.mixture.all_to_all, step.check_mixture = exchange, exchange.check
 
     def begin_term(self, number, seats):
         super().begin_term(number, seats)

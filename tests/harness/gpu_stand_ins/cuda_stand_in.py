@@ -1,6 +1,7 @@
 """Stand-in for torch.cuda: notes what is launched and awaited, on which stream."""
 
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -22,8 +23,14 @@ class Cuda:
     """Streams, events and graphs without a device; `log` has what happened, in order."""
 
     def __init__(self):
-        self.log, self.now, self.graphs = [], None, []
-        self._capturing = None
+        self.log, self.graphs = [], []
+        self._capturing, self._of_thread = None, threading.local()
+        self._caller = self.stream_named("caller")
+
+    @property
+    def now(self):
+        """The stream of this thread's launches."""
+        return getattr(self._of_thread, "stream", self._caller)
 
     def launch(self, call):
         """Run the call, or keep it for the graph that is being captured."""
@@ -38,11 +45,13 @@ class Cuda:
         def note(verb):
             return lambda other: self.log.append((name, verb, getattr(other, "name", other)))
 
-        return SimpleNamespace(name=name, wait_stream=note("waits"), wait_event=note("awaits"))
+        stream = SimpleNamespace(name=name, wait_stream=note("waits"), wait_event=note("awaits"))
+        stream.synchronize = lambda: self.log.append((name, "ends"))
+        return stream
 
     def install(self, monkeypatch):
         """Take the place of torch.cuda."""
-        self.now, made = self.stream_named("caller"), []
+        made = []
 
         def new(device):
             made.append(self.stream_named(f"side {len(made)}"))
@@ -50,9 +59,9 @@ class Cuda:
 
         @contextmanager
         def inside(stream):
-            self.now, before = stream, self.now
+            before, self._of_thread.stream = self.now, stream
             yield
-            self.now = before
+            self._of_thread.stream = before
 
         @contextmanager
         def graph(graph, pool, stream, capture_error_mode):
@@ -83,3 +92,10 @@ class Cuda:
             "mem_get_info": lambda device: (0, 0),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+
+
+class OneStream:
+    """Streams of a device that has one: nothing to note."""
+
+    forked = on = staticmethod(nullcontext)
+    record = wait = use = staticmethod(lambda *_: None)

@@ -35,6 +35,8 @@ HEADER = {
     "cudaIpcGetMemHandle": (ctypes.POINTER(Handle), VOID),
     "cudaIpcOpenMemHandle": (PLACE, Handle, ctypes.c_uint),
     "cudaIpcCloseMemHandle": (VOID,),
+    "cudaHostRegister": (VOID, ctypes.c_size_t, ctypes.c_uint),
+    "cudaHostUnregister": (VOID,),
     "cudaGetLastError": (),
 }
 
@@ -48,6 +50,8 @@ class FakeCudart:
         """(name, first argument that is a number, or None) of every call."""
         self.failing = {}
         """Name of a function -> the code that it returns."""
+        self.pinned = {}
+        """Address -> bytes of pinned memory of the host."""
         self.last_error = 0
         self._files, self._opened, self._mapped = {}, {}, []
         for name, arguments in HEADER.items():
@@ -113,6 +117,14 @@ class FakeCudart:
         ctypes.memset(address, 0xCD, path.stat().st_size)
         path.unlink()
         del self._files[address]
+
+    def _cudaHostRegister(self, address, num_bytes, flags):
+        if flags or address in self.pinned:
+            return INVALID
+        self.pinned[address] = num_bytes
+
+    def _cudaHostUnregister(self, address):
+        del self.pinned[address]
 
     def _cudaIpcGetMemHandle(self, handle, address):
         handle[0].reserved = self._files[address].name.encode()

@@ -41,7 +41,10 @@ class FakeLibrary:
 
     def __init__(self, group, limit_s=20):
         self._group, self._limit_s, self.pe, self.modules = group, limit_s, None, []
+        self.num_users, self.version = 0, (3, 4, 5)
         for name in (
+            "nvshmemx_init_status",
+            "nvshmemx_vendor_get_version_info",
             "nvshmemx_get_uniqueid",
             "nvshmemx_set_attr_uniqueid_args",
             "nvshmemx_hostlib_init_attr",
@@ -50,6 +53,15 @@ class FakeLibrary:
             "nvshmem_ptr",
         ):
             setattr(self, name, Function(getattr(self, name.partition("_")[2])))
+
+    def init_status(self):
+        """NOT_INITIALIZED or IS_INITIALIZED."""
+        return 0 if self.pe is None else 2
+
+    def vendor_get_version_info(self, *parts):
+        """Write major, minor and patch."""
+        for part, number in zip(parts, self.version, strict=True):
+            part._obj.value = number
 
     def get_uniqueid(self, made):
         """Write an id of 128 bytes, after its version."""
@@ -64,13 +76,20 @@ class FakeLibrary:
         return 0
 
     def hostlib_init_attr(self, flags, attributes):
-        """Wait for all PEs."""
+        """Wait for all PEs; in a process that has, count one more user, whatever the id."""
         found = ctypes.cast(attributes, ctypes.POINTER(_Attributes)).contents
+        if self.pe is not None:
+            self.num_users += 1
+            return 0
         assert flags == 8 and found.version == (1 << 16) + 144
         assert found.arguments.version == (1 << 16) + 128
-        self.pe = found.arguments.unique_id.rank
-        self._group.barrier.wait(self._limit_s)
+        self.join(found.arguments.unique_id.rank)
         return 0
+
+    def join(self, pe):
+        """Become a PE, as also another package of this process may have this one."""
+        self.pe, self.num_users = pe, self.num_users + 1
+        self._group.barrier.wait(self._limit_s)
 
     def calloc(self, num_bytes, size):
         """Allocate on all PEs at once."""

@@ -4,8 +4,13 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 from control_plane.scheduler.invariants import check
-from nanocp.values.plan import InstancePlan, WindowDone
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, InstancePlan, Regrouped, TookOver, TransferDone, WindowDone
 from nanocp.values.table import InstanceTable
+
+TWO_INSTANCES = ClusterConfig(num_instances=2, num_frames=20)
 
 
 def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
@@ -22,24 +27,83 @@ def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> No
 
 
 class FollowedScheduler:
-    """A scheduler of two instances whose tables follow its plans; every call is checked."""
+    """A scheduler whose tables follow its plans, and what its instances say; calls are checked."""
 
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-        self.tables = [InstanceTable(instance, 2) for instance in range(2)]
-        self.window = 0
+    def __init__(self, cluster=TWO_INSTANCES, explainer=None, **config):
+        """config: fields of SchedulerConfig."""
+        self.scheduler = Scheduler(cluster, SchedulerConfig(**config), explainer)
+        self.num_instances = cluster.num_instances
+        self.num_requests = self.now_us = self.num_calls = 0
+        self.check_every = 1
+        """How many calls there are for one that is checked."""
+        self._begin_term()
 
-    def plan(self, events=()):
-        plan = self.scheduler.plan_window(events, self.window)
+    def _begin_term(self):
+        self.tables = [
+            InstanceTable(each, self.num_instances) for each in range(self.num_instances)
+        ]
+        self.window = self.scheduler._rows.next_window
+        """The oldest window that they have not reported."""
+
+    def plan(self, *events):
+        plan = self.scheduler.plan_window(events, self.now_us)
+        if any(isinstance(event, Regrouped | TookOver) for event in events):
+            self._begin_term()
         follow(self.tables, plan.instances)
-        check(self.scheduler, self.tables)
+        self.num_calls += 1
+        if self.num_calls % self.check_every == 0:
+            check(self.scheduler, self.tables)
         return plan
 
-    def step(self, *events):
-        """Both instances report the oldest window; then the scheduler plans."""
-        done = [WindowDone(instance, self.window) for instance in range(2)]
-        self.window += 1
-        return self.plan([*events, *done])
+    def arrive(self, prompt_len, max_tokens=8, **fields):
+        """The next request arrives, by default with its KV."""
+        self.num_requests += 1
+        fields = {"needs_prefill": False} | fields
+        return self.plan(Arrival(self.num_requests, prompt_len, max_tokens, **fields))
+
+    def arrive_all(self, *prompt_lens, max_tokens=8):
+        """Requests of these lengths arrive together, with their KV."""
+        first = self.num_requests + 1
+        self.num_requests += len(prompt_lens)
+        return self.plan(*(
+            Arrival(number, length, max_tokens, needs_prefill=False)
+            for number, length in enumerate(prompt_lens, first)
+        ))  # fmt: skip
+
+    def arrived(self, plan):
+        """All pages of the plan's tickets are where they should be."""
+        done = [(each.ticket, i) for each in plan.transfers for i in each.receivers]
+        done += [(stow.ticket, stow.instance) for stow in plan.stows]
+        return self.plan(*(TransferDone(*each) for each in done))
+
+    def step(self, *events, **report):
+        """All instances report the oldest window in flight; then the scheduler plans."""
+        done = []
+        if self.window < self.scheduler._rows.next_window:
+            done = [WindowDone(each, self.window, **report) for each in range(self.num_instances)]
+            self.window += 1
+        return self.plan(*events, *done)
+
+    def run_out(self):
+        """Every window that was sent is reported."""
+        while self.window < self.scheduler._rows.next_window:
+            self.step()
+
+    def request(self, request_id=1):
+        return self.scheduler._state.requests[request_id]
+
+    def placement(self, request_id=1):
+        return self.scheduler.requests.placement(request_id)
+
+    def loads(self, name):
+        """A field of each instance's load."""
+        return [getattr(load, name) for load in self.scheduler.requests.loads()]
+
+    def free(self):
+        return self.loads("frames_free")
+
+    def quarantined(self):
+        return self.loads("frames_quarantined")
 
 
 def corrupted(plan: InstancePlan, random: Random) -> InstancePlan:

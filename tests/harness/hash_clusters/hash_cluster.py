@@ -9,7 +9,7 @@ failures, which instance goes on next, how long messages are under way.
 
 from collections.abc import Generator
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from control_plane.frontend.access.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check
@@ -24,6 +24,7 @@ from harness.hash_clusters.hash_parts import (
     Process,
     Story,
     changes_term,
+    crowded,
     draw_config,
     with_drafts,
     with_states,
@@ -339,8 +340,10 @@ class HashCluster(HashPlay):
         else:
             raise AssertionError("the full table was refused")
         for _ in range(plan.num_steps):
-            for _ in instance.step():
+            for awaited in instance.step():
                 yield True
+                while not any(instance._exchange.arrived(*put) for put in awaited):
+                    yield True
             self._between_steps(process)
             yield False
 
@@ -362,3 +365,26 @@ class HashCluster(HashPlay):
         self._say(process, polled.events)
         for token in polled.tokens:
             self._take_token(process, token)
+
+
+Kind = TypeVar("Kind", bound=HashCluster)
+
+
+def of_kind(kind: type[Kind], **traits: bool) -> type[Kind]:
+    """This kind of clusters with some more traits."""
+    return type(kind.__name__, (kind,), traits)
+
+
+def crowd(cluster: Kind) -> Kind:
+    """Rows that are promised no frame outgrow the cluster together."""
+    for _ in range(12):
+        cluster._arrive(cluster.random.randrange(30, 64), cluster.random.randrange(60, 150))
+    cluster.abort_share /= 10
+    return cluster
+
+
+def crowd_of(kind: type[Kind], seed: int) -> Kind:
+    """A crowd in a cluster of a seed."""
+    cluster = crowd(kind(seed, config=crowded(draw_config(Random(seed)))))
+    cluster.speeds = [max(speed, 0.3) for speed in cluster.speeds]
+    return cluster

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from random import Random
 
 import numpy as np
 
@@ -33,7 +34,10 @@ from data_plane.transport.mailbox import mailbox_layout
 from harness.hash_clusters import hash_model
 from harness.hash_clusters.hash_model import HashModel
 from harness.hash_clusters.hash_state_pool import HashStates
+from harness.transports.random_tables import named_slots
 from nanocp.config.whole import Config
+from nanocp.overlap.ops import Ops
+from nanocp.overlap.policies.orders import Sequential
 from nanocp.values.experts import ExpertTable, home_table
 from nanocp.values.plan import PAGE_SIZE, Transfer
 from nanocp.values.sampling import TokenLogprobs
@@ -52,7 +56,7 @@ def region_layout(config: Config) -> RegionLayout:
                     Field("appends", "bool", (links,))),
         Channel.RES: (Field("partial", "uint64", (links,)),),
         Channel.DISPATCH: (Field("count", "int32", (1,)),
-                           Field("expert_slot", "int32", (rows,)),
+                           Field("number", "int32", (rows,)),
                            Field("hidden", "uint64", (rows,))),
         Channel.COMBINE: (Field("output", "uint64", (rows,)),),
         **mailbox_layout(cluster),
@@ -99,6 +103,20 @@ class HashFrames:
         return False
 
 
+class AnyOrder(Sequential):
+    """A random priority among lanes that can go on; at times it would let them wait."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = Random(seed)
+
+    def next_round(self, ops: Ops) -> None:
+        """Execute any of what is ready, or nothing."""
+        ready = [op for lane in range(ops.num_micro_batches) for op in ops.get_ready_ops(lane)]
+        if self._random.random() < 0.8:
+            ops.execute((self._random.choice(ready),))
+
+
 class HashInstance(WindowEdge):
     """An instance with a HashModel; instance.interface.Instance has the contract of each call."""
 
@@ -123,6 +141,7 @@ class HashInstance(WindowEdge):
         """How many drafts of 100 are right."""
         self.drafted: list[tuple[int, int, int]] = []
         """(request, output tokens, hidden value) of each first draft."""
+        self.order = AnyOrder(config.scheduler.chaos_seed + self._instance)
         self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
         """By lane, in this term: epochs of the exchange."""
         page_bytes = 8 * PAGE_SIZE * len(frames.kv)
@@ -136,8 +155,9 @@ class HashInstance(WindowEdge):
 
     def place_experts(self, table: ExpertTable) -> None:
         """See WindowEdge.place_experts; nothing is loaded."""
-        self._experts = table
-        self._expert_in = table.at(self._instance)
+        self._experts, layers = table, range(self._model.num_moe_layers)
+        self._names = [named_slots(table, layer) for layer in layers]
+        self._expert_in = [table.at(self._instance, layer) for layer in layers]
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
         """See interface.Instance.join."""
@@ -213,7 +233,7 @@ class HashInstance(WindowEdge):
             self._layers(lane, of_lane, layers)
             for lane, of_lane in zip(window.lanes, inputs, strict=True)
         ]
-        yield from in_turns(lanes, lambda put: self._exchange.arrived(*put))
+        yield from in_turns(lanes, lambda put: self._exchange.arrived(*put), self.order)
 
     def _layers(self, lane: WindowLane, inputs: list[_Input], layers: range) -> Iterator[Awaited]:
         """One lane's layers over its step rows."""
@@ -225,7 +245,8 @@ class HashInstance(WindowEdge):
                 yield from self._attention(layer, self._num_attentions[lane.number], lane, inputs)
             if layer >= self._model.num_dense_layers:
                 self._num_mixtures[lane.number] += 1
-                yield from self._moe(self._num_mixtures[lane.number], lane, inputs)
+                number = layer - self._model.num_dense_layers
+                yield from self._moe(number, self._num_mixtures[lane.number], lane, inputs)
             else:
                 for each in inputs:
                     each.hidden = hash_model.after_mlp(each.hidden, 0)
@@ -335,30 +356,35 @@ class HashInstance(WindowEdge):
             total += int(kv[frames[page], : offset + 1].sum())
         return hash_model.partial(query, total)
 
-    def _moe(self, epoch: int, lane: WindowLane, inputs: list[_Input]) -> Iterator[Awaited]:
-        """Send the live rows to their experts and await what they return.
+    def _moe(
+        self, layer: int, epoch: int, lane: WindowLane, inputs: list[_Input]
+    ) -> Iterator[Awaited]:
+        """Send the live rows to the slots of their experts and await what they return.
 
         Every instance sends to every peer, zero rows too (protocol.md, equal epochs).
         """
         hidden = [each.hidden for each in inputs]
         sent: list[list[int]] = [[] for _ in range(self._config.cluster.num_instances)]
-        for index, each in enumerate(inputs):
-            if each.live:
-                sent[self._experts.seats[hash_model.gate(hidden[index])]].append(index)
+        numbers = {
+            index: self._names[layer](hash_model.gate(each.hidden), index + self._instance)
+            for index, each in enumerate(inputs)
+            if each.live
+        }
+        for index, number in numbers.items():
+            sent[number // self._experts.num_slots].append(index)
         peers = self._peers
         for peer in peers:
             region = self._exchange.outgoing(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
             region["count"][0] = len(sent[peer])
             for slot, index in enumerate(sent[peer]):
-                expert_id = hash_model.gate(hidden[index])
-                region["expert_slot"][slot] = self._experts.slots[expert_id]
+                region["number"][slot] = numbers[index]
                 region["hidden"][slot] = hidden[index]
             self._put(Channel.DISPATCH, lane, peer, epoch, len(sent[peer]))
         outputs = [0] * len(inputs)
         for index in sent[self._instance]:
-            outputs[index] = hash_model.expert(hash_model.gate(hidden[index]), hidden[index])
+            outputs[index] = self._run_expert(layer, numbers[index], hidden[index])
         for peer in peers:
-            yield from self._run_experts(epoch, lane, peer)
+            yield from self._run_experts(layer, epoch, lane, peer)
         for peer in peers:
             awaited = Awaited(Channel.COMBINE.in_lane(lane.number), peer, epoch)
             yield awaited
@@ -368,17 +394,22 @@ class HashInstance(WindowEdge):
         for each, output in zip(inputs, outputs, strict=True):
             each.hidden = hash_model.after_mlp(each.hidden, output)
 
-    def _run_experts(self, epoch: int, lane: WindowLane, peer: int) -> Iterator[Awaited]:
+    def _run_expert(self, layer: int, number: int, hidden: int) -> int:
+        """Only this instance's experts exist here: a row at a wrong slot gets another's output."""
+        slot = number - self._instance * self._experts.num_slots
+        return hash_model.expert(self._expert_in[layer].get(slot, -1), hidden)
+
+    def _run_experts(
+        self, layer: int, epoch: int, lane: WindowLane, peer: int
+    ) -> Iterator[Awaited]:
         awaited = Awaited(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
         yield awaited
         region = self._region(awaited)
         combine = Channel.COMBINE.in_lane(lane.number)
         out = self._exchange.outgoing(combine, peer, epoch)["output"]
         for slot in range(int(region["count"][0])):
-            # Only this instance's experts exist here: a row that came to the wrong place gets
-            # another expert's output.
-            expert_id = self._expert_in.get(int(region["expert_slot"][slot]), -1)
-            out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
+            number, hidden = int(region["number"][slot]), int(region["hidden"][slot])
+            out[slot] = self._run_expert(layer, number, hidden)
         self._put(Channel.COMBINE, lane, peer, epoch, int(region["count"][0]))
 
     def _sample(self, row: Row, hidden: int) -> tuple[int, TokenLogprobs | None]:

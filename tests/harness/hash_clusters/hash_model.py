@@ -131,6 +131,11 @@ class HashModel:
                 f"{self.num_layers}, the number of all layers"
             )
 
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, the MTP layer too."""
+        return self.num_layers + 1 - self.num_dense_layers
+
     def generate(
         self,
         prompt_ids: Sequence[int],

@@ -14,8 +14,8 @@ import numpy as np
 from control_plane.ports.controller_interface import Submission
 from data_plane.instance.interface import TermEnds
 from data_plane.transport.exchange import PeerLost
-from harness.hash_clusters.hash_cluster import HashCluster
-from harness.hash_clusters.hash_parts import Process, offloading_config
+from harness.hash_clusters.hash_cluster import HashCluster, crowd
+from harness.hash_clusters.hash_parts import Process, crowded, offloading_config
 from harness.hash_clusters.hash_play import played
 from harness.hash_clusters.hash_recovery import RecoveringCluster
 from harness.transports.local_pages import LocalPageRing
@@ -186,22 +186,13 @@ def play_offloading(seed: int, num_requests: int = 20) -> OffloadingCluster:
 
 def crowd_of(kind: type[OffloadingCluster], seed: int, host_pages: int = 20) -> OffloadingCluster:
     """Rows that are promised no frame outgrow the cluster: preempted ones come back from slots."""
-    config = offloading_config(seed)
-    scheduler = replace(
-        config.scheduler,
-        growth_promise="tokens:0",
-        offload_host_pages=host_pages,
-        # In windows of one step a row stops only where a page is full.
-        steps_per_window=[1, 4][seed % 2],
-    )
-    bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
-    cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
-    crowd = kind(seed, 16, replace(config, cluster=cluster, scheduler=scheduler))
-    crowd.talk_share = 0
-    for _ in range(12):
-        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
-    crowd.abort_share /= 10
-    return crowd
+    config = crowded(offloading_config(seed))
+    # In windows of one step a row stops only where a page is full.
+    slots = {"offload_host_pages": host_pages, "steps_per_window": [1, 4][seed % 2]}
+    scheduler = replace(config.scheduler, **slots)
+    cluster = kind(seed, 16, replace(config, scheduler=scheduler))
+    cluster.talk_share = 0
+    return crowd(cluster)
 
 
 def play_crowded(seed: int) -> OffloadingCluster:

@@ -213,6 +213,14 @@ def draw_config(random: Random) -> Config:
     return Config(cluster=cluster, scheduler=scheduler)
 
 
+def crowded(config: Config) -> Config:
+    """Few frames, none of which is promised."""
+    bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
+    cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
+    scheduler = replace(config.scheduler, growth_promise="tokens:0", max_queued_requests=1024)
+    return replace(config, cluster=cluster, scheduler=scheduler)
+
+
 def with_drafts(config: Config, random: Random) -> Config:
     """This configuration with drafts, and often room for them: bounds count step rows."""
     num_drafts, width = random.choice([1, 1, 2, 3]), random.choice([1, 2, 4])
@@ -267,3 +275,13 @@ def levelling_config(seed: int) -> Config:
         max_queued_requests=1024,
     )
     return replace(config, cluster=cluster, scheduler=scheduler)
+
+
+class Unobserved:
+    """An observer of front ends that does nothing."""
+
+    def on_request(self, *_: object) -> None:
+        pass
+
+    on_submitted = on_first_token = on_token = on_finished = on_request_over = on_request
+    http_responded = on_request

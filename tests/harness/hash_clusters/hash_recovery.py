@@ -21,9 +21,8 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.ports.controller_interface import Submission
 from data_plane.instance.rows import Row
 from harness.hash_clusters.hash_model import NUM_EXPERTS
-from harness.hash_clusters.hash_parts import Expected, Process
+from harness.hash_clusters.hash_parts import Expected, Process, Unobserved
 from harness.hash_clusters.hash_terms import RegroupingCluster
-from harness.unobserved import Unobserved
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted

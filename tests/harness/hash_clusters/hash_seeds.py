@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from control_plane.scheduler.invariants import check
-from harness.hash_clusters.hash_cluster import HashCluster
+from harness.hash_clusters.hash_cluster import HashCluster, crowd_of
 from harness.hash_clusters.hash_parts import (
     draw_config,
     levelling_config,
@@ -29,13 +29,10 @@ def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
         for story in cluster.stories.values()
         if cluster.scheduler.requests.placement(story.request_id)
     }
-    plan = cluster.scheduler.plan_window(
-        [ClusterLost(f"instance {lost} was lost"), Arrival(999, 10, 10)], cluster.now_us
-    )
-    assert plan.window is None and (
-        cluster.scheduler.requests.num_running,
-        cluster.scheduler.requests.num_waiting,
-    ) == (0, 0)
+    events = [ClusterLost(f"instance {lost} was lost"), Arrival(999, 10, 10)]
+    plan = cluster.scheduler.plan_window(events, cluster.now_us)
+    requests = cluster.scheduler.requests
+    assert plan.window is None and (requests.num_running, requests.num_waiting) == (0, 0)
     assert all(
         ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message
         for ended in plan.ended
@@ -60,15 +57,7 @@ def play_levelling(seed: int) -> HashCluster:
 
 def play_crowd(seed: int) -> HashCluster:
     """Rows that are promised no frame outgrow the cluster together: some are preempted."""
-    config = draw_config(Random(seed))
-    bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
-    cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
-    scheduler = replace(config.scheduler, growth_promise="tokens:0", max_queued_requests=1024)
-    crowd = HashCluster(seed, config=replace(config, cluster=cluster, scheduler=scheduler))
-    for _ in range(12):
-        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
-    crowd.abort_share /= 10
-    crowd.speeds = [max(speed, 0.3) for speed in crowd.speeds]
+    crowd = crowd_of(HashCluster, seed)
     crowd.play()
     return crowd
 

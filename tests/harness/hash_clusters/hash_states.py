@@ -5,8 +5,7 @@ PYTHONPATH=tests python -m harness.seed_campaign --kind states --seed N    repla
 
 from random import Random
 
-from harness.hash_clusters.hash_cluster import HashCluster
-from harness.hash_clusters.hash_drafts import crowd_of
+from harness.hash_clusters.hash_cluster import HashCluster, crowd_of, of_kind
 from harness.hash_clusters.hash_offload import LosingCluster, OffloadingCluster
 from harness.hash_clusters.hash_offload import crowd_of as crowd_of_offload
 from harness.hash_clusters.hash_play import played
@@ -14,29 +13,12 @@ from harness.hash_clusters.hash_recovery import RecoveringCluster
 from harness.hash_clusters.losses.hash_failover import FailoverCluster
 from harness.hash_clusters.losses.hash_operators import OperatedCluster
 
-
-class Stateful(HashCluster):
-    """Rows are re-bound, preempted and aborted; nothing is lost."""
-
-    has_states = True
-
-
-class StatefulLosses(RecoveringCluster):
-    """Instances are lost too, and seats come and go."""
-
-    has_states = True
-
-
-class StatefulFailovers(FailoverCluster):
-    """The controller is lost too."""
-
-    has_states = True
-
-
-class StatefulOperators(OperatedCluster):
-    """Operators change seats at any time."""
-
-    has_states = True
+Stateful = of_kind(HashCluster, has_states=True)
+StatefulLosses = of_kind(RecoveringCluster, has_states=True)
+StatefulFailovers = of_kind(FailoverCluster, has_states=True)
+StatefulOperators = of_kind(OperatedCluster, has_states=True)
+StatefulOffload = of_kind(OffloadingCluster, has_states=True)
+StatefulOffloadLosses = of_kind(LosingCluster, has_states=True)
 
 
 def make_states(seed: int) -> HashCluster:
@@ -53,18 +35,6 @@ def make_states(seed: int) -> HashCluster:
         case 4:
             return StatefulFailovers(seed)
     return StatefulOperators(seed)
-
-
-class StatefulOffload(OffloadingCluster):
-    """Pages and states go to slots and come back."""
-
-    has_states = True
-
-
-class StatefulOffloadLosses(LosingCluster):
-    """Instances are lost with their slots."""
-
-    has_states = True
 
 
 def play_offload(seed: int) -> OffloadingCluster:

@@ -16,10 +16,11 @@ from harness.hash_clusters.hash_cluster import HashCluster
 from harness.hash_clusters.hash_model import NUM_EXPERTS
 from harness.hash_clusters.hash_parts import Process
 from harness.hash_clusters.hash_play import HashPlay
+from harness.transports.random_tables import random_table
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join, Leave, Shutdown
-from nanocp.values.experts import ExpertTable
+from nanocp.values.experts import num_slots
 from nanocp.values.members import Envelope, Left, Member, Ready
 from nanocp.values.plan import ClusterLost, Plan, Regrouped, TargetRun, TermEnded
 from nanocp.values.table import InstanceTable
@@ -232,6 +233,8 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
         self.change: Future[None] | None = None
         """The last change of seats that somebody asked for."""
         self.redundant_experts = self._draw_redundancy()
+        self.has_moved_experts = seed % 4 != 0
+        """Whether experts are elsewhere in each layer, and some twice, when a controller begins."""
         self.num_shrinks = self.num_changes = self.num_kept = 0
 
     def _draw_redundancy(self) -> int:
@@ -240,6 +243,11 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
     def _begin_controller(self, first_term: int = 0) -> None:
         self.change = None
         super()._begin_controller(first_term)
+        if self.has_moved_experts:
+            num, terms = len(self.processes), self.num_terms
+            slots = num_slots(NUM_EXPERTS, num, self.redundant_experts)
+            layers = self.model.num_moe_layers
+            self.members._seats._table = random_table(NUM_EXPERTS, num, terms, slots, layers)
 
     def _leave_term(self, process: Process) -> None:
         self._take_polled(process)
@@ -249,8 +257,7 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
         process = self.processes[index]
         if index in self.lost:
             process = self._start_process(index, ends)
-        experts = ExpertTable(join.expert_seats, join.expert_slots)
-        start = TermStart(join.seats, experts, join.newest_ticket, join.keeps_rows)
+        start = TermStart(join.seats, join.experts, join.newest_ticket, join.keeps_rows)
         process.instance.join(ends, start)
         (process.ring,) = ends.rings
         return process

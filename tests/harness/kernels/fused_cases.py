@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from data_plane.model.weights import slots_of
 from data_plane.moe.fused.mixture import FusedMoe, FusedTiles, GateTiles
 from data_plane.moe.fused.state import FusedWeights
 from data_plane.moe.gate import gate
@@ -14,7 +13,8 @@ from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernels.kernel_cases import in_fp8
-from nanocp.values.experts import home_experts
+from harness.transports.random_tables import numbers_of, random_table
+from nanocp.values.experts import home_table
 
 SMALL_TILES = FusedTiles(
     rows=4, columns=16, depth=16, copied=32, parts=2, num_warps=4, num_stages=1,
@@ -38,6 +38,8 @@ class FusedSizes:
     groups_per_row: int = 1
     weights_normalised: bool = True
     fp8_block: tuple | None = None
+    redundant: int = 0
+    """Slots more than an instance needs: then experts are in any, and some in several."""
 
     def model(self):
         """Name what a fused mixture reads of a model's configuration."""
@@ -89,15 +91,19 @@ class FusedCase:
         ):
             exchange.attach(memory)
         self._draw_weights()
-        homes = [home_experts(sizes.num_experts, i, sizes.num_instances) for i in everyone]
-        self.weights = [self._weights_of(home) for home in homes]
+        table = home_table(sizes.num_experts, sizes.num_instances, sizes.redundant)
+        if sizes.redundant:
+            table = random_table(sizes.num_experts, sizes.num_instances, seed, table.num_slots)
+        self.num_here, self.number = table.num_slots, numbers_of(table, sizes.num_experts)
+        self.held = [[table.at(i).get(slot, 0) for slot in range(self.num_here)] for i in everyone]
+        self.weights = [self._weights_of(held) for held in self.held]
         self.fused = [
             FusedMoe(
-                exchange, self.model, num_instances=sizes.num_instances, num_here=len(home),
+                exchange, self.model, num_instances=sizes.num_instances, num_here=self.num_here,
                 max_rows=sizes.max_rows, dtype=torch.float32, device=self.device,
                 is_fp8=sizes.fp8_block is not None, tiles=tiles,
             )
-            for exchange, home in zip(self.exchanges, homes, strict=True)
+            for exchange in self.exchanges
         ]  # fmt: skip
         self.layers = [[] for _ in everyone]
         """[instance][epoch]"""
@@ -120,9 +126,9 @@ class FusedCase:
             self.stored = [in_fp8(weight, sizes.fp8_block) for weight in self.stored]
             self.gate_up, self.down = (weight.dequantised() for weight in self.stored)
 
-    def _weights_of(self, home):
-        slots = [*home, *range(self.sizes.num_experts, len(self.gate_up))]
-        tensors = [self.gate, self.gate, slots_of(home, self.sizes.num_experts)]
+    def _weights_of(self, held):
+        slots = [*held, *range(self.sizes.num_experts, len(self.gate_up))]
+        tensors = [self.gate, self.gate, self.number]
         for weight in self.stored:
             parts = (weight.values, weight.scale) if self.sizes.fp8_block else (weight, weight)
             # Indexing does not know FP8.

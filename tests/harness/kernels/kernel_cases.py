@@ -9,7 +9,7 @@ from data_plane.attention.fp8_latent import dequantise, quantise
 from data_plane.attention.torch_paged import KvHeads, LatentKv
 from data_plane.model.fp8_weight import FP8, Fp8Weight
 from data_plane.model.linear import Linear
-from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
+from data_plane.model.weights import MlpWeights, MoeWeights
 from data_plane.moe.gpu.grouped import GroupedExperts
 from harness.kernels.slow_references import (
     group_rows,
@@ -126,12 +126,10 @@ def dense_in_fp8(shape, block=(128, 128), device="cpu"):
     return stacked._replace(values=stacked.values[0], scale=stacked.scale[0])
 
 
-def visited(experts, x_TX, expert_TK, weight_TK):
+def visited(experts, x_TX, slot_TK, weight_TK):
     """Run grouped experts on rows, as experts.experts_forward does: [T, X]."""
-    x_ESX, count_E, slot_TK = group_rows(
-        x_TX, expert_TK, experts.place_E, experts.num_here, len(x_TX)
-    )
-    return ungroup_rows(experts.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
+    x_ESX, count_E, place_TK = group_rows(x_TX, slot_TK, experts.num_here, len(x_TX))
+    return ungroup_rows(experts.run_grouped(x_ESX, count_E), place_TK, weight_TK)
 
 
 class ExpertCase:
@@ -159,17 +157,16 @@ class ExpertCase:
         if fp8_block is not None:
             stored = [in_fp8(weight, fp8_block) for weight in (gate_up, down)]
             exact = [weight.dequantised() for weight in stored]
-        self.rows = [t.to(device) for t in (x_TX, expert_TK, weight_TK)]
+        slot_TK = expert_TK - experts.start
+        self.rows = [t.to(device) for t in (x_TX, slot_TK, weight_TK)]
         self.weights = [weight.to(device) for weight in stored]
         mlps = [MlpWeights(Linear(g), Linear(d)) for g, d in zip(*exact, strict=True)]
-        slot_E = slots_of(experts, num_experts + 1)
-        self.place_E = slot_E.to(device)
-        moe = MoeWeights(torch.zeros(0), None, slot_E, mlps, shared=None)
-        self.expected = reference_experts_forward(x_TX.float(), expert_TK, weight_TK, moe)
+        moe = MoeWeights(torch.zeros(0), None, list(experts), mlps, shared=None)
+        self.expected = reference_experts_forward(x_TX.float(), slot_TK, weight_TK, moe)
 
     def run(self, gemm):
         with poisoned():
-            return visited(GroupedExperts(gemm, self.place_E, *self.weights), *self.rows)
+            return visited(GroupedExperts(gemm, *self.weights), *self.rows)
 
     def check(self, y_TX, tolerance):
         assert y_TX.dtype == self.rows[0].dtype

@@ -180,9 +180,9 @@ def row_kernels():
     from data_plane.moe.gpu import rows as rows
 
     def target():
-        arguments = {"expert_ptr": "*i64", "live_ptr": "*u8", "seat_ptr": "*i64"}
+        arguments = {"number_ptr": "*i64"}
         arguments |= dict.fromkeys(("count_ptr", "row_ptr", "slot_ptr"), "*i32")
-        arguments |= numbers("num_rows", "num_slots", "per_row")
+        arguments |= numbers("num_rows", "num_slots", "per_row", "num_here")
         return compile_kernel(rows.target_kernel, arguments, {"BLOCK_B": 256, "BLOCK_K": 8})
 
     return {"target": target}

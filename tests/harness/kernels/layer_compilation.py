@@ -101,8 +101,9 @@ def gate_kernels():
         )
 
     def choose():
-        arguments = {"score_ptr": "*fp32", "bias_ptr": "*fp32", "expert_ptr": "*i64"}
-        arguments |= {"weight_ptr": "*fp32", "num_rows": "i32", "routed_scale": "fp32"}
+        arguments = {"score_ptr": "*fp32", "bias_ptr": "*fp32", "live_ptr": "*u8"}
+        arguments |= {"table_ptr": "*i32", "number_ptr": "*i64", "weight_ptr": "*fp32"}
+        arguments |= {**numbers("num_rows", "seat"), "routed_scale": "fp32"}
         constants = {"PARTS": 14, "E": 256, "K": 8, "G": 8, "GROUPS_A_ROW": 4}
         constants |= {"IS_SOFTMAX": False, "HAS_BIAS": True, "IS_NORMALISED": True}
         constants |= {"BLOCK_G": 8, "BLOCK_P": 32, "BLOCK_K": 8}
@@ -120,15 +121,14 @@ def pair_kernels():
     from data_plane.moe.gpu import pairs as pairs
 
     def find(in_region):
-        arguments = {"expert_ptr": "*i64", "live_ptr": "*i32" if in_region else "*u8"}
-        arguments |= dict.fromkeys(("place_ptr", "peer_ptr", "epoch_ptr"), "*i64")
+        arguments = dict.fromkeys(("number_ptr", "peer_ptr", "epoch_ptr"), "*i64")
         names = ("source_count_ptr", "row_ptr", "slot_ptr", "count_ptr")
-        arguments |= {**dict.fromkeys(names, "*i32"), "expert_offset": "i64"}
+        arguments |= {**dict.fromkeys(names, "*i32"), "number_offset": "i64"}
         arguments |= numbers("instance", "num_instances", "num_rows", "num_slots", "num_routed")
         arguments |= numbers("per_row", "id_stride", "num_shared")
         constants = {"IN_REGION": in_region, "BLOCK_T": 128, "BLOCK_K": 8}
         constants |= {"BLOCK_N": 32 if in_region else 1}
-        aligned = ["expert_offset", "num_rows", "num_slots"]
+        aligned = ["number_offset", "num_rows", "num_slots"]
         return compile_kernel(pairs.pairs_kernel, arguments, constants, aligned=aligned)
 
     def lay_out(gathers, in_region, is_gated):

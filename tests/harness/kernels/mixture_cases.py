@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots_of
+from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
 from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
@@ -19,7 +19,7 @@ from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp.server import TcpSegmentServer
 from harness.transports.local_exchange import LocalExchange
 from nanocp.config.limits import LimitsConfig
-from nanocp.values.experts import home_experts
+from nanocp.values.experts import home_table
 from nanocp.values.members import Peer
 
 PATIENT = LimitsConfig(tick_ms=20, exchange_timeout_ms=30_000, plan_timeout_ms=200, retry_ms=100)
@@ -59,9 +59,12 @@ def exchanges(kind, num_instances, layout, limits=PATIENT, cls=ShmExchange):
 class MixtureCase:
     """Weights of two mixtures, and what each instance is given, from a seed."""
 
-    def __init__(self, config, form, num_instances, seed, num_epochs=6, keeps_bf16=None, **shape):
-        """config: a ModelConfig, changed by `shape`. form: see native_cases."""
+    def __init__(
+        self, config, form, num_instances, seed, num_epochs=6, keeps_bf16=None, table=None, **shape
+    ):
+        """config: a ModelConfig, changed by `shape`. form: see native_cases. table: of experts."""
         self.model, self.dtype = replace(config, **shape), form[0]
+        self.table = table or home_table(self.model.num_experts, num_instances)
         self.form, self.num_instances, self.num_epochs = form, num_instances, num_epochs
         self.generator = torch.Generator().manual_seed(seed)
         self.value_dtype = self.dtype if keeps_bf16 is None else torch.bfloat16
@@ -76,7 +79,7 @@ class MixtureCase:
                 MoeWeights(
                     gate=self.packing.gate_weight(self._randn(experts, hidden)),
                     gate_bias=self._randn(experts),
-                    slot_E=torch.arange(experts),
+                    held=list(range(experts)),
                     mlps=mlps,
                     shared=self._mlp(shared_limit) if self.model.num_shared_experts else None,
                     limit=limit,
@@ -99,28 +102,20 @@ class MixtureCase:
         return x_BX, normed_BX, torch.rand(count, generator=self.generator) < 0.8
 
     def layers_of(self, instance):
-        """The layers of an instance, with its share of the experts."""
-        here = home_experts(self.model.num_experts, instance, self.num_instances)
+        """The layers of an instance, with its experts; a slot without one has any."""
+        slots = range(self.table.num_slots)
+        held = [self.table.at(instance, layer) for layer in range(len(self.layers))]
         return [
             LayerWeights(
-                None,
-                None,
-                None,
-                None,
-                None,
-                replace(
-                    moe,
-                    slot_E=slots_of(here, self.model.num_experts),
-                    mlps=moe.mlps[here.start : here.stop],
-                ),
+                *(None,) * 5, replace(moe, mlps=[moe.mlps[here.get(slot, 0)] for slot in slots])
             )
-            for moe in self.layers
+            for moe, here in zip(self.layers, held, strict=True)
         ]
 
     def in_parts(self, end, instance):
         """The slow reference: a call for each part of a mixture."""
         return ExpertExchange(
-            end, self.model, self.layers_of(instance), self.packing, lambda phase: None
+            end, self.model, self.layers_of(instance), self.packing, lambda phase: None, self.table
         )
 
     def in_one_call(self, num_processors, schedule):
@@ -132,7 +127,7 @@ class MixtureCase:
 
         def make(end, instance):
             return NativeMixtures(end, self.model, self.layers_of(instance), kernels[instance],
-                                  MAX_ROWS, lambda phase: None, schedule)  # fmt: skip
+                                  MAX_ROWS, lambda phase: None, self.table, schedule)  # fmt: skip
 
         return make
 

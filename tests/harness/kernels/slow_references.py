@@ -39,13 +39,19 @@ def reference_attention(q_AHD, pool_FSW, frames, lengths, scale, layout):
     return partial.to(q_AHD.dtype), lse.float()
 
 
-def reference_experts_forward(x_TX, expert_TK, weight_TK, moe):
+def slots_of(experts, num_experts):
+    """Put these experts into slots 0, 1, ...: [num_experts] int64, -1 for all others."""
+    slot_E = torch.full((num_experts,), -1)
+    slot_E[list(experts)] = torch.arange(len(experts))
+    return slot_E
+
+
+def reference_experts_forward(x_TX, slot_TK, weight_TK, moe):
     """Run the experts as experts_forward does, but slowly: one row and one expert at a time."""
     y_TX = torch.zeros_like(x_TX)
-    for row, (experts, weights) in enumerate(zip(expert_TK.tolist(), weight_TK, strict=True)):
-        for expert, weight in zip(experts, weights, strict=True):
-            slot = int(moe.slot_E[expert])
-            if slot >= 0:
+    for row, (slots, weights) in enumerate(zip(slot_TK.tolist(), weight_TK, strict=True)):
+        for slot, weight in zip(slots, weights, strict=True):
+            if 0 <= slot < len(moe.mlps):
                 mlp = moe.mlps[slot]
                 gate, up = mlp.gate_up(x_TX[row]).chunk(2)
                 opened = torch.minimum(F.silu(gate), torch.tensor(moe.limit))
@@ -54,18 +60,17 @@ def reference_experts_forward(x_TX, expert_TK, weight_TK, moe):
     return y_TX
 
 
-def group_rows(x_TX, expert_TK, place_E, num_here, num_slots):
+def group_rows(x_TX, local_TK, num_here, num_slots):
     """Lay rows out by expert: (x [E, S, X], count [E] int32, slot [T, K] int64).
 
-    place_E: [num_experts] int64, the number of each expert among the num_here that are here, -1 if
-    it is elsewhere. A slot is the place of a pair of row and expert in x.flatten(0, 1); E * S if
-    the expert is not here. Rows of an expert keep their order. num_slots: S, at least T, since a
-    row visits an expert at most once.
+    local_TK: int64, the number of each expert among the num_here that are here, any other if it is
+    elsewhere. A slot is the place of a pair of row and expert in x.flatten(0, 1); E * S if the
+    expert is not here. Rows of an expert keep their order. num_slots: S, at least T, since a row
+    visits an expert at most once.
     """
     num_experts, num_rows = num_here, len(x_TX)
     assert num_slots >= num_rows, (num_slots, num_rows)
-    local_TK = place_E[expert_TK]
-    is_here_TK = local_TK >= 0
+    is_here_TK = (local_TK >= 0) & (local_TK < num_here)
     # A last column takes the pairs whose expert is elsewhere.
     visits_TE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int32, device=x_TX.device)
     visits_TE.scatter_(1, torch.where(is_here_TK, local_TK, num_experts), 1)
@@ -77,7 +82,7 @@ def group_rows(x_TX, expert_TK, place_E, num_here, num_slots):
     )
     # One more row takes what has no place.
     x_grouped = x_TX.new_zeros(num_experts * num_slots + 1, x_TX.shape[1])
-    x_grouped.index_copy_(0, slot_TK.flatten(), x_TX.repeat_interleave(expert_TK.shape[1], dim=0))
+    x_grouped.index_copy_(0, slot_TK.flatten(), x_TX.repeat_interleave(local_TK.shape[1], dim=0))
     return (
         x_grouped[:-1].view(num_experts, num_slots, x_TX.shape[1]),
         visits_TE.sum(dim=0, dtype=torch.int32),

@@ -134,3 +134,10 @@ def running(limits=LIMITS, **prefill):
     cluster.sent.clear()
     cluster.events.clear()
     return cluster
+
+
+def one_may_serve():
+    """A running cluster of two instances, one of which can serve alone."""
+    cluster = running(synthetic_kv=True)
+    cluster.members._seats.fewest = 1
+    return cluster

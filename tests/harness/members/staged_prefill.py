@@ -4,6 +4,7 @@ import contextlib
 import threading
 from dataclasses import replace
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.token_streams import TokenStreams
 from data_plane.model.weights import load_weights
+from data_plane.prefill import prefill_stage
 from data_plane.prefill.build import build_prefill_stage
 from data_plane.prefill.prefill_stage import PrefillEnds, PrefillStageLoop
-from data_plane.prefill.stage_messages import (
-    StageSpec,
-)
+from data_plane.prefill.stage_messages import StageSpec
 from data_plane.prefill.staged_prefill import StagedPrefillLoop, StageThread
 from data_plane.startup.shared_parts import new_carry, page_ways
 from data_plane.transport.exchange import Term
@@ -33,10 +33,7 @@ from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.serve.served import PREFILL_FACTORY
 from nanocp.values.commands import Join, PrefillRequest, Shutdown
 from nanocp.values.members import Beat, Envelope
-from nanocp.values.plan import (
-    PAGE_SIZE,
-    Transfer,
-)
+from nanocp.values.plan import PAGE_SIZE, Transfer
 
 PATIENT = replace(LIMITS, exchange_timeout_ms=30_000, start_timeout_ms=30_000)
 CONFIG = Config(
@@ -79,6 +76,14 @@ class Receiver(PageTransfers):
     def has(self, event):
         self.copy_arrived_pages()
         return event in self._events
+
+
+def _must_not_end(status):
+    raise AssertionError("a stage has lost the prefill's process, and would end this one")
+
+
+# These stages are threads: theirs is the process of the tests.
+prefill_stage.os = SimpleNamespace(_exit=_must_not_end)
 
 
 class Threads:

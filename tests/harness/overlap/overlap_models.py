@@ -6,7 +6,7 @@ from torch import nn
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.ops import SplitModule
 
-LINEARS = (SplitModule("Linear", "attention"),)
+LINEARS = (SplitModule(nn.Linear, "attention"),)
 WIDTH = 16
 
 
@@ -23,6 +23,11 @@ class Chain(nn.Module):
         return rows
 
 
+def rules_of(model, name, tag="attention"):
+    """A rule that cuts out modules of the class by that name, which a library may hide."""
+    return (SplitModule({type(e).__name__: type(e) for e in model.modules()}[name], tag),)
+
+
 def compiled(model, policy):
     engines = []
     return overlap(model, policy, engines.append), engines
@@ -30,4 +35,4 @@ def compiled(model, policy):
 
 def recorded(engine, rows):
     """What is recorded for batches of so many rows."""
-    return engine.recordings[rows]
+    return engine.recordings[rows, None]

@@ -4,8 +4,10 @@ import contextlib
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
+import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -18,15 +20,16 @@ from control_plane.observe.observer import EndedRequest
 from control_plane.ports.controller_interface import Submission
 from control_plane.ports.members_port import MemberSecrets
 from harness.waits import WAIT_S
-from nanocp.client import Client
+from nanocp.client import Chunks, Client
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import FinishReason, Placement
-from nanocp.values.sampling import PromptPart, Token, TokenBatch, TokenLogprobs
+from nanocp.values.sampling import PromptPart, SamplingParams, Token, TokenBatch, TokenLogprobs
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.members import TOKEN_SINK, TOKENS
+from nanocp.wire.rows import decode_row_input
 
 MEMBER_SECRETS = MemberSecrets()
 METADATA = {
@@ -117,25 +120,32 @@ class FakeMember:
         self._channel.close()
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of bytes: ids 0..255 are the bytes in the order of the byte-level alphabet."""
+def byte_level(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A tokenizer of bytes: ids 2..257 are the bytes in the order of the byte-level alphabet."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=["<s>", "</s>"],
         show_progress=False,
     )
-    library.train_from_iterator(["the life of a token", "the quick brown fox"] * 4, trainer)
-    return Tokenizer(library)
+    library.train_from_iterator(texts, trainer)
+    return library
 
 
 LIMITS = ModelLimits(vocab_size=300, max_model_len=200_000, eos_token_ids=(1,))
 if hasattr(LIMITS, "tokenizer_eos_id"):  # A checkout that tests/mended/show.py judges may lack it.
     LIMITS = replace(LIMITS, tokenizer_eos_id=1)
-TOKENIZER = byte_tokenizer()
+TOKENIZER = Tokenizer(byte_level(["the life of a token", "the quick brown fox"] * 4, 300))
+
+
+def with_tokens(*markers: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer of bytes, to which the markers were added as tokens."""
+    library = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
+    library.add_tokens([tokenizers.AddedToken(each, normalized=False) for each in markers])
+    return library
 
 
 class Recorder:
@@ -176,6 +186,10 @@ class Recorder:
         self.calls.append(("finished", reason, times.generated_len))
 
 
+def params_of(submission: Submission) -> SamplingParams:
+    return decode_row_input(submission.arrival.row_start).params
+
+
 class Service:
     """A front end with everything around it."""
 
@@ -201,6 +215,38 @@ class Service:
         self.instance = self.member(0)
         self.prefill = FakeMember(PREFILL, self.front_end.members_address)
         self.client = Client(self.address)
+
+    def submitted(self) -> Submission:
+        """The next submission of the front end."""
+        return self.controller.next_submission()
+
+    def next_request(self) -> int:
+        return self.submitted().request_id
+
+    def next_params(self) -> SamplingParams:
+        """What the row of the next submission samples by."""
+        return params_of(self.submitted())
+
+    def answer(
+        self, ids: list[int], finish: FinishReason | None = FinishReason.LENGTH
+    ) -> Submission:
+        """Answer the next request with these tokens at once."""
+        submission = self.submitted()
+        self.instance.deliver(submission.request_id, 0, ids, finish)
+        return submission
+
+    def next_abort(self) -> int:
+        return self.controller.next_abort()
+
+    def give_up(self, chunks: Chunks) -> None:
+        """The client closes the stream, whose request is then aborted."""
+        chunks.close()
+        self.next_abort()
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        """POST to a path below /v1/."""
+        url = f"{self.url}/v1/{path}"
+        return httpx.post(url, json=body, **({"timeout": WAIT_S} | options))
 
     def member(self, instance: int) -> FakeMember:
         """An instance that delivers to the front end; to be closed."""

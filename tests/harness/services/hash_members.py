@@ -166,44 +166,27 @@ def prepare_instance(config: Config, checkpoint: Path) -> Callable[..., HashInst
     return build_instance
 
 
-def build_wordy(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashInstance:
-    return _build(HashInstance, config, instance, segments, WORDY)
+def _factory(kind_of: Callable[[int], type[HashInstance]], model: HashModel = MODEL) -> Any:
+    """A factory of instances: kind_of says of which kind one is."""
+
+    def build(
+        config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+    ) -> HashInstance:
+        return _build(kind_of(instance), config, instance, segments, model)
+
+    return build
 
 
-def build_slow(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashInstance:
-    return _build(SlowMember, config, instance, segments)
-
-
-def build_stopping(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashInstance:
-    return _build(StoppingMember if instance == 1 else SlowMember, config, instance, segments)
-
-
-def build_hanging(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashInstance:
-    return _build(HangingMember if instance == 1 else SlowMember, config, instance, segments)
-
-
-def build_mortal(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashInstance:
-    return _build(MortalMember, config, instance, segments)
+build_wordy = _factory(lambda instance: HashInstance, WORDY)
+build_slow = _factory(lambda instance: SlowMember)
+build_stopping = _factory(lambda instance: StoppingMember if instance == 1 else SlowMember)
+build_hanging = _factory(lambda instance: HangingMember if instance == 1 else SlowMember)
+build_mortal = _factory(lambda instance: MortalMember)
+build_forgetful = _factory(lambda instance: ForgetfulMember if instance == 2 else HashInstance)
 
 
 def prepare_slow(config: Config, checkpoint: Path) -> Callable[..., HashInstance]:
     return build_slow
-
-
-def build_forgetful(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashInstance:
-    return _build(ForgetfulMember if instance == 2 else HashInstance, config, instance, segments)
 
 
 def build_dying(

@@ -17,7 +17,7 @@ from harness.hash_clusters.hash_parts import FREE_LINKS
 from harness.paths import TESTS
 from harness.programs.forks import FORKS
 from harness.services.hash_members import MODEL
-from harness.services.kit import started
+from harness.services.kit import ids_of, started
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
@@ -123,13 +123,21 @@ def generate(
 ) -> list[int]:
     with Client(target, api_key) as client:
         chunks = client.generate(prompt_ids, max_tokens=max_tokens, seed=seed, timeout_s=timeout_s)
-        return [token_id for chunk in chunks for token_id in chunk.token_ids]
+        return ids_of(chunks)
 
 
 def expected(prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
     return MODEL.generate(
         prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed)
     )
+
+
+def expected_of_all(lengths: Sequence[int], max_tokens: int) -> dict[int, list[int]]:
+    """What generate_all returns if every token is right."""
+    return {
+        number: expected(prompt(length, number), max_tokens)
+        for number, length in enumerate(lengths, start=1)
+    }
 
 
 def generate_all(address, lengths, max_tokens):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -79,12 +80,30 @@ class Serve:
         return line.rstrip('"}').split()[-1]
 
     def wait(self, timeout_s=EXIT_S):
-        status = self.process.wait(timeout_s)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended: {self.lines[-20:]}") from None
         self._reader.join()
         return status
 
-    def the_sentence(self):
-        """The one line that says what is wrong; beside it nothing but progress."""
+    def end(self, number=signal.SIGTERM):
+        """Ask it to end, and wait until it has ended well."""
+        self.process.send_signal(number)
+        assert self.wait(WAIT_S) == 0, self.lines
+
+    def processes(self):
+        """Every process of it, and the cluster's segments that they map."""
+        processes = descendants(self.process.pid)
+        return processes, set().union(*map(segments_of, processes))
+
+    def says(self, words):
+        """Wait for a line with these words."""
+        until(lambda: any(words in line for line in self.lines))
+
+    def refusal(self):
+        """The one line that says what is wrong, when it has ended; beside it only progress."""
+        assert self.wait(WAIT_S) == 2
         sentences = [line for line in self.lines if line.startswith("nanocp serve: ")]
         others = [line for line in self.lines if line not in sentences]
         expected = r"checkpoint .*: accepted|\d instances as plain subprocesses"
@@ -132,6 +151,11 @@ class Stream:
 
     def join(self):
         self._thread.join(WAIT_S)
+
+
+def instances_of(processes):
+    """Those which are instances."""
+    return [pid for pid in processes if any("-exchange-" in name for name in segments_of(pid))]
 
 
 def seats(target):

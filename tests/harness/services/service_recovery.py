@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
+from control_plane.shell.event_log import LogReader
 from harness import waits
 from harness.services.hash_service import CONFIG, expected, generate, prompt, shared_memory_of
+from nanocp.simulator.replay import replay
 
 SLOW = "harness.services.hash_members:build_slow"
 LENGTHS = [1, 64, 130, 300, 511, 900]
@@ -25,6 +27,15 @@ def pid_of(service, member):
     return service.launcher.pid(member)
 
 
+def sample(service, name, **labels):
+    """A metric of the service, by its name behind nanocp: and its labels."""
+    return service.metrics.registry.get_sample_value(f"nanocp:{name}", labels)
+
+
+def until_decoding(service):
+    until(lambda: sample(service, "generation_tokens_total"))
+
+
 def until_serving(service, term):
     until(lambda: terms_of(service).number >= term and terms_of(service).is_serving)
 
@@ -39,7 +50,7 @@ def generating(service, max_tokens):
             )
             for length in LENGTHS
         }
-        until(lambda: service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"))
+        until_decoding(service)
         yield streams
         for length, stream in streams.items():
             assert stream.result(WAIT_S) == expected(prompt(length, length), max_tokens), length
@@ -48,5 +59,10 @@ def generating(service, max_tokens):
 
 
 def num_free_frames(service):
-    sample = service.metrics.registry.get_sample_value
-    return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
+    return sum(sample(service, "frames_free", engine=engine) or 0 for engine in "0123")
+
+
+def played_again(log):
+    """The event log of a service, played again."""
+    with log.open("rb") as lines:
+        return replay(LogReader(lines, log.name))

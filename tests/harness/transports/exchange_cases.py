@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from control_plane.scheduler.windows.routing import build_routes
-from data_plane.model.weights import slots_of
 from data_plane.moe.gpu.all_to_all_gpu import GpuExpertExchange
 from data_plane.moe.gpu.pairs import lay_out
 from data_plane.startup.experimental.nvshmem import NvshmemMemory, load_nvshmem
@@ -63,10 +62,7 @@ def expert_layout(max_rows):
 class Twice:
     """Experts that double their rows."""
 
-    def __init__(self, instance, num_instances, device):
-        self.num_here = NUM_EXPERTS
-        first, num_experts = instance * NUM_EXPERTS, num_instances * NUM_EXPERTS
-        self.place_E = slots_of(range(first, first + NUM_EXPERTS), num_experts).to(device)
+    num_here = NUM_EXPERTS
 
     def run_pairs(self, pairs):
         x_ESX, _ = lay_out(pairs.x, pairs.count_E, pairs.row_ES.shape[1], pairs)
@@ -118,12 +114,11 @@ class ExchangeCase:
         self.all_to_all, self.experts = {}, {}
         if has_experts:
             for index, member in self.members.items():
-                # A capture may copy nothing from the host, so tables are on the device before it.
-                self.experts[index] = Twice(index, num_instances, device)
+                self.experts[index] = Twice()
                 self.all_to_all[index] = GpuExpertExchange(
                     member,
                     num_instances=num_instances,
-                    num_experts=num_instances * NUM_EXPERTS,
+                    num_here=NUM_EXPERTS,
                     max_rows=max_rows,
                     device=torch.device(device),
                 )
@@ -217,14 +212,17 @@ class ExchangeCase:
         ]
 
     def _dispatch(self, i):
-        rows = self.x[i], self.expert[i], self.weight[i], self.live[i]
-        self.dispatched[i] = self.all_to_all[i].dispatch(*rows)
+        # Each expert is in the slot of its number.
+        number = self.expert[i].masked_fill(~self.live[i][:, None], -1)
+        self.dispatched[i] = self.all_to_all[i].dispatch(self.x[i], number, self.weight[i])
 
     def _run_experts(self, i):
+        self.all_to_all[i].receive(self.dispatched[i])
         self.all_to_all[i].run_experts(self.dispatched[i], self.experts[i])
 
     def _combine(self, i):
         x_BX = torch.zeros_like(self.x[i])
+        self.all_to_all[i].receive_sums(self.dispatched[i])
         y_BX, _ = self.all_to_all[i].combine(self.dispatched[i], x_BX, None, x_BX[0], 1.0)
         self.y[i].copy_(y_BX)
 

@@ -105,7 +105,7 @@ def write_kv_pages(
         segments.meet([Peer("elsewhere", address)])
         writer = PageRingWriter(segments, 0, LIMITS)
         for page, frame in enumerate(frame_of):
-            payload = frames.read_payload(frame)
+            payload = frames.page_view(frame)
             assert writer.write(**written_page(page), payload=payload, timeout_ms=30_000)
         writer.close()
         pipe.send("ok")

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 from aiohttp import web
-from typer.testing import CliRunner
 
+from harness.programs.command_line import nanocp
+from harness.programs.web_server import web_server
 from harness.services.hash_service import expected, hash_service
 from harness.services.serve_process import ENVIRONMENT, NANOCP, WAIT_S
 from harness.waits import until
-from nanocp.cli.main import app
 
 
 def line(custom_id, **others):
@@ -31,8 +31,8 @@ def write(path, lines):
 
 
 def batch(tmp_path, url, *options):
-    words = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--base-url", url, *options]
-    return CliRunner().invoke(app, ["batch", *map(str, words)])
+    files = ("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
+    return nanocp("batch", *files, "--base-url", url, *options)
 
 
 def read(path):
@@ -52,36 +52,9 @@ def endpoint(answer):
     async def models(request):
         return web.json_response({"data": [{"id": "m"}]})
 
-    service = web.Application()
-    service.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
-    loop, bound = asyncio.new_event_loop(), threading.Event()
-    runner = web.AppRunner(service, shutdown_timeout=0.1)
-
-    async def start():
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        bound.set()
-
-    async def stop():
-        await runner.cleanup()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    def run():
-        loop.run_until_complete(start())
-        loop.run_forever()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert bound.wait(WAIT_S)
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(WAIT_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    routes = web.post("/v1/completions", complete), web.get("/v1/models", models)
+    with web_server(*routes) as url:
+        yield url
 
 
 def test_a_service_answers_each_line_and_a_failure_is_a_line_too(tmp_path):

@@ -4,25 +4,22 @@ import asyncio
 import itertools
 import json
 import math
-import threading
 import time
-from dataclasses import replace
+from functools import partial
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
-from typer.testing import CliRunner
 
+from harness.exact.settings import configured
+from harness.programs.command_line import nanocp
+from harness.programs.web_server import web_server
 from harness.services.hash_service import CONFIG, hash_service
 from nanocp.bench import report
 from nanocp.bench.backends import OpenAIBackend, RequestOutput
 from nanocp.bench.dataset import SampleRequest
 from nanocp.bench.load import due_times, send_all
-from nanocp.cli.main import app
 
-
-def bench(*arguments):
-    return CliRunner().invoke(app, ["bench", "serve", "--disable-tqdm", *map(str, arguments)])
+bench = partial(nanocp, "bench", "serve", "--disable-tqdm")
 
 
 def output(start_s, ttft_s, itl_s, **others):
@@ -120,33 +117,12 @@ def test_numbers_are_those_of_vllm():
 
 def test_the_grpc_api_gets_what_was_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
-    with hash_service(
-        replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))
-    ) as service:
+    with hash_service(configured(CONFIG, api_keys=("a key",))) as service:
         port = service.address.rpartition(":")[2]
         result = bench(
-            *(
-                "--backend",
-                "grpc",
-                "--port",
-                port,
-                "--num-prompts",
-                6,
-                "--random-input-len",
-                90,
-                "--output-len",
-                8,
-            ),
-            *(
-                "--set",
-                "random_vocab_size=97",
-                "--num-warmups",
-                1,
-                "--ready-check-timeout-sec",
-                30,
-                "--max-concurrency",
-                3,
-            ),
+            *("--backend", "grpc", "--port", port, "--num-prompts", 6, "--random-input-len", 90),
+            *("--output-len", 8, "--set", "random_vocab_size=97", "--num-warmups", 1),
+            *("--ready-check-timeout-sec", 30, "--max-concurrency", 3),
             *("--save-result", "--result-dir", tmp_path, "--metadata", "commit=abc", "tp=1"),
             *("--goodput", "ttft:60000", "tpot:0.00001", "--percentile-metrics", "ttft,e2el"),
         )  # fmt: skip
@@ -199,26 +175,8 @@ def openai_server():
     async def models(request):
         return web.json_response({"data": [{"id": "the/model"}]})
 
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-
-    async def start():
-        server = web.Application()
-        server.add_routes([web.get("/v1/models", models), web.post("/v1/{name:.*}", answer)])
-        runner = web.AppRunner(server)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return runner
-
-    runner = loop.run_until_complete(start())
-    thread = threading.Thread(target=lambda: (ready.set(), loop.run_forever()))
-    thread.start()
-    ready.wait()
-    host, port = runner.addresses[0][:2]
-    yield f"http://{host}:{port}", bodies
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    with web_server(web.get("/v1/models", models), web.post("/v1/{name:.*}", answer)) as url:
+        yield url, bodies
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
@@ -328,19 +286,14 @@ def test_only_an_answer_that_came_to_its_end_is_a_success(events, error):
         text = "".join(f"data: {event}\n\n" for event in events)
         return web.Response(text=text, content_type="text/event-stream")
 
-    async def asked():
-        app = web.Application()
-        app.add_routes([web.post("/v1/completions", answer)])
-        server = TestServer(app)
-        await server.start_server()
-        url = f"http://127.0.0.1:{server.port}"
+    async def asked(url):
         backend = OpenAIBackend(url, "/v1/completions", "m", False, {}, {})
         output = await backend.send(SampleRequest((1,), 1, 5), "a")
         await backend.close()
-        await server.close()
         return output
 
-    output = asyncio.run(asked())
+    with web_server(web.post("/v1/completions", answer)) as url:
+        output = asyncio.run(asked(url))
     assert error in output.error and output.success == (not error) == (not output.error)
 
 

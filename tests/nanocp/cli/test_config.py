@@ -6,18 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from typer.testing import CliRunner
 
 from harness.paths import ROOT
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp
 from nanocp.config.file import load_config
 from nanocp.config.yaml import config_yaml, unit_of
 
 DOCUMENT = ROOT / "docs/use/config.md"
-
-
-def nanocp(*arguments, **environment):
-    return CliRunner().invoke(app, arguments, env=environment)
 
 
 def keys_of(tree, path=()):

@@ -7,12 +7,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from typer.testing import CliRunner
 
 from harness.kernels.native_cases import native
 from harness.paths import ROOT
+from harness.programs.command_line import nanocp
 from nanocp.cli.demo.demo import serving
-from nanocp.cli.main import app
 
 
 def test_a_service_that_does_not_start_says_why(tmp_path):
@@ -28,7 +27,7 @@ def test_a_service_that_does_not_start_says_why(tmp_path):
 def test_every_token_is_exact_where_mixtures_are_one_call_and_in_lanes(monkeypatch, lanes):
     native((torch.float32, "avx2"))
     monkeypatch.setenv("NANOCP_SCHEDULER__LANES", lanes)
-    result = CliRunner().invoke(app, ["demo", str(ROOT / "models" / "tale")])
+    result = nanocp("demo", ROOT / "models/tale")
     assert result.exit_code == 0, result.output
     assert "dispatch: fused, because kernels are native" in result.output
     assert ("(always)" in result.output) == (lanes == "always")

@@ -14,12 +14,7 @@ from data_plane.model.presets import PRESETS
 from harness.paths import ROOT
 from nanocp.cli.checkpoint.make_checkpoint import Preset
 from nanocp.cli.main import app
-from nanocp.cli.options.typed import (
-    FieldOptions,
-    Option,
-    field_option,
-    with_options,
-)
+from nanocp.cli.options.typed import FieldOptions, Option, field_option, with_options
 from nanocp.config.field_docs import field_docs
 from nanocp.values.sampling_fields import Bounds
 

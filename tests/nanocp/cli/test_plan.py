@@ -4,11 +4,11 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
@@ -20,7 +20,7 @@ from data_plane.model.weights import expert_range, load_weights
 from data_plane.startup.memory_need import memory_need, prefill_bytes, stage_needs
 from data_plane.startup.shared_parts import model_of
 from harness.paths import ROOT
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.pipeline import PipelineConfig
@@ -31,8 +31,7 @@ TALE = ROOT / "models/tale"
 MODEL_TESTS = Path(__file__).parents[2] / "data_plane/model"
 
 
-def plan(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+plan = partial(nanocp, "plan")
 
 
 @pytest.fixture
@@ -56,6 +55,7 @@ def test_a_model_that_fits_says_how_many_tokens_do(published):
     )
     assert "128 experts, 8 a token, 64 heads, KV of 1024 elements" in result.output
     assert "experts          14.19 GB   4 of 128 in each layer" in result.output
+    assert "A redundant slot for experts takes 3.55 GB of each instance;" in result.output
     assert "pages of 12.32 MB" in result.output  # 64 tokens of 188 KiB
     assert "471,936 tokens on one instance, 15,101,952 on all" in result.output
     assert "The folder has no weights yet" in result.output

@@ -1,17 +1,16 @@
 """`nanocp prefill-flags`: what vLLM is started with; of states more, or a refusal."""
 
 import pytest
-from typer.testing import CliRunner
 
 from data_plane.model.make_checkpoint import make_checkpoint
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp
 
 
 @pytest.fixture
 def flags(tmp_path):
     def printed(preset):
         make_checkpoint(tmp_path, preset)
-        return CliRunner().invoke(app, ["prefill-flags", str(tmp_path)])
+        return nanocp("prefill-flags", tmp_path)
 
     return printed
 

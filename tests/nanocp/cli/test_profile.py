@@ -1,24 +1,26 @@
 """`nanocp profile`: the degree table, the fit, and files that `serve` and `simulate` read."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.profiling.batch import linked_batches, local_batches
 from data_plane.profiling.phase_clock import PhaseTimes
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.file import doubts_in, load_config
 from nanocp.config.whole import Config
 from nanocp.config.yaml import changed
+from nanocp.serve.served import check_model
 from nanocp.simulator.costs.cluster_file import Costs, WireForm, load_cluster_file
 from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.fit.fit import (
@@ -45,6 +47,7 @@ PLANTED = Costs(
     dispatch_combine_us_at_128_rows=((NUM_INSTANCES, 300.0 + 128 * 5),), weights_gb_per_s=1.0,
     gemm_tflops=1.0, other_us=500.0, other_ns_per_row=20_000.0, step_us=900.0,
 )  # fmt: skip
+SITE = {"device": "cpu", "model": "any"}
 SWEEP = {1024: {1: 100.0, 2: 150.0}, 2048: {1: 200.0, 2: 190.0}}
 
 
@@ -155,7 +158,7 @@ def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
     config = replace(config, prefill=replace(config.prefill, chunk_tokens=100))
     profile = tmp_path / "profile.yaml"
     measured, about = as_measured(config.scheduler, fitted, SWEEP), ["about the machine"]
-    profile.write_text(profile_yaml(measured, about))
+    profile.write_text(profile_yaml(measured, SITE, about))
     written = serve_yaml(changed(config), profile, about)
     (tmp_path / "serve.yaml").write_text(written)
     (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, ["about the machine"]))
@@ -174,25 +177,12 @@ def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
     assert load_cluster_file(str(tmp_path / "cluster.yaml")) == fitted.file
 
 
-def nanocp(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint, tmp_path):
     given_file = tmp_path / "given.yaml"
     given_file.write_text("cluster: {num_instances: 2}\nprefill: {chunk_tokens: 100}\n")
     out = tmp_path / "profile"
-    result = nanocp(
-        "profile",
-        tiny_checkpoint,
-        "--quick",
-        "--set",
-        "max_len=1024",
-        "--config",
-        given_file,
-        "--out",
-        out,
-    )  # fmt: skip
+    words = ("--quick", "--set", "max_len=1024", "--config", given_file)
+    result = nanocp("profile", tiny_checkpoint, *words, "--out", out)
     assert result.exit_code == 0, result.output
     for words in ("degree 2", "cost model against the measured steps", "the whole step"):
         assert words in result.stdout
@@ -243,13 +233,41 @@ def test_bounds_without_room_for_a_link_are_named(tiny_checkpoint, tmp_path):
     )
 
 
-def test_lanes_of_gpus_are_refused_before_anything_is_measured(tiny_checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        (["--overlap"], "data_plane.device is cuda; --overlap and scheduler.num_drafts need cpu"),
+        (["--layout", "pipeline"], "data_plane.device is cuda: it must be cpu"),
+    ],
+)
+def test_what_gpus_do_not_measure_is_refused(more, refused, tiny_checkpoint, tmp_path):
     given = tmp_path / "gpus.yaml"
     given.write_text("data_plane: {device: cuda}\n")
     out = tmp_path / "out"
-    result = nanocp("profile", tiny_checkpoint, "--overlap", "--config", given, "--out", out)
+    result = nanocp("profile", tiny_checkpoint, *more, "--config", given, "--out", out)
     assert result.exit_code == 2
-    assert "data_plane.device must be cpu" in result.stderr and not out.exists()
+    assert refused in result.stderr and not out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_a_machine_without_a_gpu_says_so(tiny_checkpoint, tmp_path):
+    given = tmp_path / "gpus.yaml"
+    given.write_text("data_plane: {device: cuda}\n")
+    result = nanocp("profile", tiny_checkpoint, "--config", given, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert re.search(r"instance \d: device is cuda: ", result.stderr)
+    assert not (tmp_path / "profile.yaml").exists()
+
+
+def test_a_profile_of_another_model_is_refused_by_name(tiny_checkpoint, tmp_path):
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("measured_on: {device: cpu, model: 61 layers of 7168}\nscheduler: {}\n")
+    config = load_config(None, {"scheduler.profile": str(profile)}, {})
+    own = ModelConfig.from_folder(tiny_checkpoint)
+    with pytest.raises(ValueError, match=r"a model of 61 layers of 7168, and this one has 4 lay"):
+        check_model(config, own, tiny_checkpoint)
+    profile.write_text(f"measured_on: {{model: '{own.in_words}'}}\n")
+    check_model(config, own, tiny_checkpoint)
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
@@ -259,14 +277,14 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.system
 def test_a_pipeline_is_profiled_and_serve_reads_what_it_costs(tiny_checkpoint, tmp_path):
-    arguments = ["profile", str(tiny_checkpoint), "--layout", "pipeline", "--instances", "2"]
-    result = CliRunner().invoke(app, [*arguments, "--quick", "--out", str(tmp_path)])
+    arguments = ("profile", tiny_checkpoint, "--layout", "pipeline", "--instances", "2")
+    result = nanocp(*arguments, "--quick", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "paper" in result.output and "ours" in result.output
     config = load_config(tmp_path / "serve.yaml", {})
     assert config.cluster.layout == "pipeline" and config.pipeline.costs.num_experts == 16
     assert config.pipeline.costs != Config().pipeline.costs
-    wrong = CliRunner().invoke(app, [*arguments, "--set", "degree=2", "--out", str(tmp_path)])
+    wrong = nanocp(*arguments, "--set", "degree=2", "--out", tmp_path)
     assert wrong.exit_code == 2
 
 
@@ -302,7 +320,7 @@ def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
     assert len(said) == is_doubted
     path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
     measured = as_measured(config.scheduler, fitted, SWEEP)
-    profile.write_text(profile_yaml(measured, ["Measured here", *said]))
+    profile.write_text(profile_yaml(measured, SITE, ["Measured here", *said]))
     served = changed(replace(config, scheduler=measured))
     path.write_text(serve_yaml(served, profile, []))
     assert load_config(path, {}, {}).scheduler.profile == str(profile)
@@ -311,5 +329,5 @@ def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
         assert said[0].startswith("Unreliable: attention of the fitted costs differ") and (
             "Profile again while nothing else runs here." in said[0]
         )
-        found = CliRunner().invoke(app, ["serve", str(tmp_path / "absent"), "--config", str(path)])
+        found = nanocp("serve", tmp_path / "absent", "--config", path)
         assert f"{profile}: Unreliable: attention" in found.stderr

@@ -5,9 +5,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from typer.testing import CliRunner
 
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp
 from nanocp.cli.operate import seats
 
 NOW = {"serving": [0, 1, 2], "num_seats": 4}
@@ -43,13 +42,13 @@ def status():
         server.shutdown()
 
 
-def nanocp(status, *words):
-    return CliRunner().invoke(app, [*words, "--target", f"127.0.0.1:{status.server_port}"])
+def ask(status, *words):
+    return nanocp(*words, "--target", f"127.0.0.1:{status.server_port}")
 
 
 def test_a_change_says_who_asks_for_it(status):
-    assert nanocp(status, "drain", "2").exit_code == 0
-    assert nanocp(status, "scale", "4").output == "instances 0, 1, 2 serve\n"
+    assert ask(status, "drain", "2").exit_code == 0
+    assert ask(status, "scale", "4").output == "instances 0, 1, 2 serve\n"
     assert [(each["seats"], each["by"]) for each in status.asked] == [
         ([0, 1], "nanocp drain 2"),
         ([0, 1, 2, 3], "nanocp scale 4"),
@@ -58,17 +57,17 @@ def test_a_change_says_who_asks_for_it(status):
 
 def test_another_servers_answer_is_no_sentence(status):
     status.answer = lambda: (404, '{"error": {"message": "Not found: /cluster/abort."}}')
-    assert nanocp(status, "abort", "x").output == (
+    assert ask(status, "abort", "x").output == (
         "nanocp abort: HTTP status 404; --target is the metrics address that `nanocp serve` "
         "prints\n"
     )
 
 
 def test_a_change_is_undone(status):
-    assert nanocp(status, "scale", "--undo").exit_code == 0
+    assert ask(status, "scale", "--undo").exit_code == 0
     assert status.asked == [{"undo": True}]
     for words in (["scale"], ["scale", "3", "--undo"]):
-        done = nanocp(status, *words)
+        done = ask(status, *words)
         assert done.exit_code == 2 and "give a number of instances, or --undo" in done.output
 
 
@@ -77,12 +76,12 @@ def test_a_change_that_takes_long_goes_on_and_the_command_says_how_to_watch_and_
 ):
     sentence = 'not done after 150 s; "nanocp scale --undo" undoes it'
     status.answer = lambda: (409, sentence)
-    done = nanocp(status, "drain", "1")
+    done = ask(status, "drain", "1")
     assert (done.exit_code, done.output) == (1, f"nanocp drain: {sentence}\n")
     over = threading.Event()
     status.answer = lambda: (over.wait(60), (200, json.dumps(NOW)))[1]
     monkeypatch.setattr(seats, "_TIMEOUT_S", 0.5)
-    done = nanocp(status, "drain", "1")
+    done = ask(status, "drain", "1")
     over.set()
     assert done.exit_code == 1
     for what in ("goes on with the change", '"nanocp top" shows it'):

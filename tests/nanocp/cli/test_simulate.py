@@ -1,14 +1,14 @@
 """`nanocp simulate` and its commands from the command line."""
 
 import json
+from functools import partial
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from nanocp.cli.main import app
+from harness.programs.cluster_files import write_cluster
+from harness.programs.command_line import nanocp, on_one_line
 from nanocp.cli.simulate.options import Scenario
-from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
@@ -17,25 +17,20 @@ FILE = load_cluster_file("h200x32-deepseek-v3")
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A cluster of 4 instances, so that a run takes a moment."""
-    tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
-    del tree["memory"]
-    tree["model"]["num_experts"] = 32
-    tree["cluster"].update(num_instances=4, instances_per_node=4, num_frames=17_500)
-    tree["cp_degrees"] = [1, 2, 4]
+    size = {"num_instances": 4, "instances_per_node": 4, "num_frames": 17_500}
     path = tmp_path_factory.mktemp("clusters") / "small.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return str(path)
+    shape = {"model": {"num_experts": 32}, "cp_degrees": [1, 2, 4]}
+    return write_cluster(path, memory=None, cluster=size, **shape)
 
 
-def nanocp(*arguments):
-    return CliRunner().invoke(app, ["simulate", *arguments])
+simulate = partial(nanocp, "simulate")
 
 
 SHORT = ("--seconds", "0.5", "--warm-up", "0.2", "--workload", "fixed:1000:10")
 
 
 def test_json_has_every_policy_and_is_all_there_is_on_standard_output(small):
-    result = nanocp(
+    result = simulate(
         "--cluster", small, *SHORT, "--rate", "40", "--json", "--policy", "least_batch", "--policy",
         "fluid",
     )  # fmt: skip
@@ -51,7 +46,7 @@ def test_json_has_every_policy_and_is_all_there_is_on_standard_output(small):
 
 
 def test_the_table_names_the_policies_and_the_numbers(small):
-    result = nanocp("--cluster", small, *SHORT, "--policy", "dual_balanced")
+    result = simulate("--cluster", small, *SHORT, "--policy", "dual_balanced")
     assert result.exit_code == 0, result.output
     for words in (
         "dual_balanced",
@@ -73,12 +68,12 @@ def short_sweep(cluster_file, folder):
     trace.write_text("".join(line % (10 * number) for number in range(2000)))
     words = f"--workload mooncake:{trace} --seconds 0.5 --warm-up 0.2 --slo-tpot-ms 25"
     # It begins between the two rates that are found.
-    words = f"{words} --first-rate 700 --policy dual_balanced".split()
+    words = f"{words} --set first_rate=700 --policy dual_balanced".split()
     return ("sweep", "--cluster", cluster_file, *words)
 
 
 def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
-    result = nanocp(*short_sweep(small, tmp_path), "--policy", "uniform_cp:4", "--json")
+    result = simulate(*short_sweep(small, tmp_path), "--policy", "uniform_cp:4", "--json")
     assert result.exit_code == 0, result.output
     rates = json.loads(result.stdout)
     assert rates["dual_balanced"]["max_rate"] > rates["uniform_cp:4"]["max_rate"] > 0
@@ -88,8 +83,8 @@ def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
 @pytest.mark.system
 def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
     sweep = short_sweep(small, tmp_path)
-    rate = json.loads(nanocp(*sweep, "--json").stdout)["dual_balanced"]["max_rate"]
-    assert f"{rate:.1f}" in nanocp(*sweep).stdout
+    rate = json.loads(simulate(*sweep, "--json").stdout)["dual_balanced"]["max_rate"]
+    assert f"{rate:.1f}" in simulate(*sweep).stdout
 
 
 @pytest.mark.parametrize(
@@ -112,6 +107,8 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         (["--set", "length_scale=0"], "length_scale is 0"),
         (["--set", "steps_per_window=0"], "steps_per_window is 0"),
         (["--set", "instances=264"], "there may be as many instances, and not 264"),
+        (["--set", "experts=zipf:x"], "experts is zipf:x; after zipf: comes a number from 0 to 4"),
+        (["--set", "experts=/nowhere"], "experts: /nowhere is no file of"),
         (["--set", "wire_form=fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
         (
             ["--policy", "fluid", "--set", "ttft_target_ms=100"],
@@ -123,7 +120,7 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         ),
         (["--set", "host_pages=8"], "host_pages finds pages by hashes, and issue-1 has none"),
         (["sweep", "--workload", "static-1"], "static-1 has no rate"),
-        (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
+        (["sweep", "--set", "first_rate=-1"], "rate_per_s is -1"),
         (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),
         (
             ["--event-log", "x", "--policy", "fluid", "--policy", "chaos"],
@@ -134,9 +131,9 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_named(arguments, named):
-    result = nanocp(*arguments)
+    result = simulate(*arguments)
     assert result.exit_code == 2
-    words = " ".join(result.output.replace("\u2502", " ").split())
+    words = on_one_line(result)
     assert named in words, words
 
 
@@ -146,8 +143,8 @@ def test_a_malformed_trace_line_is_named_with_its_field(tmp_path):
         '{"timestamp": 5, "input_length": 3, "output_length": 1}\n'
         '{"timestamp": 7, "input_length": -3, "output_length": 1}\n'
     )
-    result = nanocp("--workload", f"mooncake:{trace}")
-    words = " ".join(result.output.replace("\u2502", " ").split())
+    result = simulate("--workload", f"mooncake:{trace}")
+    words = on_one_line(result)
     assert (
         result.exit_code == 2 and "line 2: input_length is -3; it must be a whole number" in words
     )
@@ -162,25 +159,25 @@ def test_a_run_that_judges_nothing_is_no_success(small, tmp_path, layout):
     cluster = () if layout == "pipeline" else ("--cluster", small, "--set", "begin_empty=on")
     words = ("--layout", layout, *cluster, "--workload", f"mooncake:{trace}", "--warm-up", "2")
     words += ("--policy", "even" if layout == "pipeline" else "dual_balanced", "--seconds", "1")
-    result = nanocp(*words, "--rate", "5")
+    result = simulate(*words, "--rate", "5")
     assert result.exit_code == 1 and "nothing was judged" in result.stderr, result.output
-    assert nanocp(*words, "--rate", "20").exit_code == 0
+    assert simulate(*words, "--rate", "20").exit_code == 0
 
 
 def test_a_sweep_that_finds_no_rate_is_no_success(small):
-    result = nanocp("sweep", "--cluster", small, *SHORT, "--slo-ttft-ms", "1", "--seeds", "1")
+    result = simulate("sweep", "--cluster", small, *SHORT, "--slo-ttft-ms", "1", "--set", "seeds=1")
     assert result.exit_code == 1 and "no rate is sustained" in result.stderr, result.output
 
 
 def test_the_static_scenario_runs_without_a_rate(small):
-    result = nanocp(
+    result = simulate(
         "--cluster", small, "--workload", "static-1", "--warm-up", "12", "--seconds", "0.5",
         "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     outcome = json.loads(result.stdout)["cost_aware"]
     assert (outcome["num_rows_mean"], outcome["num_waiting_max"]) == (64 * 4 + 1, 0)
-    table = nanocp(
+    table = simulate(
         "--cluster", small, "--workload", "static-1", "--warm-up", "0", "--seconds", "0.1"
     ).stdout
     assert "static-1 for 0.1 s" in " ".join(table.split())
@@ -189,43 +186,39 @@ def test_the_static_scenario_runs_without_a_rate(small):
 def test_a_run_writes_an_event_log_that_replays(small, tmp_path):
     log = tmp_path / "log"
     assert (
-        nanocp("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
+        simulate("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
     )
-    told = nanocp("replay", str(log))
+    told = simulate("replay", str(log))
     assert told.exit_code == 0 and "every plan is the same, byte for byte" in told.stdout
     assert f"{len(log.read_text().splitlines()) - 1} calls" in told.stdout
 
     log.write_text(log.read_text().replace('"prompt_len":', '"prompt_len":1', 1))
-    told = nanocp("replay", str(log))
+    told = simulate("replay", str(log))
     assert (
         told.exit_code == 1 and "call 1 (now_us" in told.stdout and "placements was" in told.stdout
     )
-    played = json.loads(nanocp("replay", str(log), "--json").stdout)
+    played = json.loads(simulate("replay", str(log), "--json").stdout)
     assert played["difference"]["call"] == 1 and "placements" in played["difference"]["fields"]
 
 
 def test_a_log_that_is_cut_off_says_so_and_a_damaged_one_names_its_record(small, tmp_path):
     log = tmp_path / "log"
     assert (
-        nanocp("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
+        simulate("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
     )
     log.write_bytes(log.read_bytes()[:-3])
-    told = nanocp("replay", str(log))
+    told = simulate("replay", str(log))
     assert told.exit_code == 0 and "the last record is cut off" in told.stdout
     log.write_text(log.read_text().replace('"now_us"', '"now"', 1))
-    told = nanocp("replay", str(log))
-    assert told.exit_code == 2 and "record 2: now_us: Field required" in " ".join(
-        told.output.replace("\u2502", " ").split()
-    )
+    told = simulate("replay", str(log))
+    assert told.exit_code == 2 and "record 2: now_us: Field required" in on_one_line(told)
 
 
 def test_the_target_of_the_command_line_goes_before_that_of_the_cluster_file(tmp_path):
-    tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
-    path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(tree | {"tpot_target_ms": 50}))
+    path = write_cluster(tmp_path / "cluster.yaml", tpot_target_ms=50)
 
     def target_ms(given):
-        scenario = Scenario(cluster=str(path), tpot_target_ms=given)
+        scenario = Scenario(cluster=path, tpot_target_ms=given)
         return scenario.trials(1.0)["cost_aware"].file.tpot_target_ms
 
     assert [target_ms(given) for given in (None, 0, 40)] == [50, 0, 40]
@@ -265,7 +258,7 @@ def test_a_sweep_in_a_narrow_terminal_has_a_row_for_each_number(monkeypatch, cap
 
 def test_what_was_not_judged_is_no_number(small):
     words = ("--cluster", small, "--seconds", "0.01", "--warm-up", "0", "--set", "begin_empty=on")
-    result = nanocp(*words, "--workload", "fixed:1000:500", "--rate", "20")
+    result = simulate(*words, "--workload", "fixed:1000:500", "--rate", "20")
     assert result.exit_code == 1 and "0.00%" not in result.stdout.split("frames")[0]
     (line,) = (line for line in result.stdout.splitlines() if "within the SLO" in line)
     assert line.split("│")[2].strip() == "-"

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from typer.testing import CliRunner
 
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, generate, hash_service, prompt
-from harness.settings import configured
 from nanocp.cli.main import app
 from nanocp.client import Client
 

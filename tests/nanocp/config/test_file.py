@@ -2,13 +2,14 @@
 
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
 from nanocp.config.choices import PROFILED, marks_of
-from nanocp.config.cost import CPU_COSTS, CostConfig
+from nanocp.config.cost import CPU_COSTS, GPU_DEGREES, CostConfig
 from nanocp.config.file import REMOVED, known_keys, load_config, settings
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 
 DEFAULT = replace(Config(), scheduler=replace(Config().scheduler, costs=CPU_COSTS))
@@ -145,6 +146,10 @@ def test_each_section_can_be_given(section, tmp_path):
             "limits: {plan_timeout_ms: 99999, exchange_timeout_ms: 30000}",
             "the limits must be ordered",
         ),
+        (
+            "cluster: {layout: pipeline}\ndata_plane: {device: cuda}",
+            "nanocp.yaml: cluster.layout is pipeline, and data_plane.device is cuda: it must be",
+        ),
         ("service: {grpc_port: 70000}", "grpc_port is 70000; it must be from 0 to 65535"),
         ("service: {host: 2026-01-01}", None),  # A date to YAML: its text is what the user wrote.
         ("- cluster", "it must hold sections"),
@@ -222,6 +227,36 @@ def test_costs_are_those_of_the_device_unless_a_profile_has_them(tmp_path):
     assert CPU_COSTS.exchange_tokens < CostConfig().exchange_tokens
 
 
+def test_cp_degrees_are_those_of_the_device_unless_a_profile_has_them(tmp_path):
+    def degrees(**environment: str) -> dict[str, Any]:
+        own = load_config(None, {}, environment).scheduler
+        return {name: getattr(own, name) for name in GPU_DEGREES}
+
+    assert degrees(NANOCP_DATA_PLANE__DEVICE="cuda") == GPU_DEGREES
+    assert degrees() == {name: getattr(SchedulerConfig(), name) for name in GPU_DEGREES}
+    profile = write(tmp_path, "scheduler: {cp_degree_max: 2}")
+    own = {"NANOCP_SCHEDULER__PROFILE": str(profile), "NANOCP_DATA_PLANE__DEVICE": "cuda"}
+    assert degrees(**own) == GPU_DEGREES | {"cp_degree_max": 2}
+
+
+def test_a_profile_of_another_device_is_refused_by_name(tmp_path):
+    profile = write(tmp_path, "measured_on: {device: cuda}\nscheduler: {cp_degree_max: 2}")
+    given = {"scheduler.profile": str(profile)}
+    on_gpu = load_config(None, given | {"data_plane.device": "cuda"}, {})
+    assert on_gpu.scheduler.cp_degree_max == 2
+    with pytest.raises(ValueError, match=r"measured on cuda, and data_plane\.device is cpu; prof"):
+        load_config(None, given, {})
+    with pytest.raises(ValueError, match="device is 'gpu'; it must be cpu or cuda"):
+        load_config(None, given | {"data_plane.device": "gpu"}, {})
+
+
+@pytest.mark.parametrize("what", ["[cpu, any]", "7", "cuda", "", "{device: [cuda]}", "{devise: a}"])
+def test_a_profile_that_does_not_say_on_what_it_was_measured_is_refused(what, tmp_path):
+    profile = write(tmp_path, f"measured_on: {what}\nscheduler: {{cp_degree_max: 2}}")
+    with pytest.raises(ValueError, match=r"yaml: measured_on is .+; it must be the device and the"):
+        load_config(None, {"scheduler.profile": str(profile)}, {})
+
+
 def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded():
     on_gpus = {"data_plane.device": "cuda", "cluster.num_instances": 16}
     with pytest.raises(ValueError, match=r"16 instances are on more than one node of 8 .* nvshmem"):
@@ -269,11 +304,14 @@ def test_every_hidden_field_is_measured_or_says_what_to_write():
 
 
 def test_what_is_measured_is_in_the_profile_only(tmp_path):
-    path = write(tmp_path, "scheduler: {lane_table: [[4, 0, 80]]}\n")
+    path = write(tmp_path, "scheduler: {lane_table: [[4, 0, 80, nanoflow]]}\n")
     with pytest.raises(ValueError, match=r"scheduler\.lane_table is no key any more: it is mea"):
         load_config(path, {}, {})
     given = {"scheduler.profile": str(path)}
-    assert load_config(None, given, {}).scheduler.lane_table == ((4, 0, 80),)
+    assert load_config(None, given, {}).scheduler.lane_table == ((4, 0, 80, "nanoflow"),)
+    path.write_text("scheduler: {lane_table: [[4, 0, 80]]}\n")
+    with pytest.raises(ValueError, match=r"scheduler\.lane_table"):
+        load_config(None, given, {})
     path.write_text("scheduler: {policy: chaos}")
     with pytest.raises(ValueError, match=r"scheduler\.policy is not measured: set it beside"):
         load_config(None, given, {})

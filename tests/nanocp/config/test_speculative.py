@@ -2,12 +2,12 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from harness.paths import ROOT
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.speculative import EXAMPLE, METHODS, num_drafts_of
 from nanocp.config.whole import Config
@@ -16,8 +16,7 @@ from nanocp.serve.served import open_checkpoint
 TALE = ROOT / "models/tale"
 
 
-def serve(*arguments):
-    return CliRunner().invoke(app, ["serve", *map(str, arguments)])
+serve = partial(nanocp, "serve")
 
 
 @pytest.mark.parametrize("method", METHODS)

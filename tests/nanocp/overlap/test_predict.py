@@ -22,7 +22,7 @@ CHAIN = (
 
 @pytest.fixture(scope="module")
 def found():
-    return first_schedule(CHAIN, TABLE_3)
+    return first_schedule([CHAIN], TABLE_3)
 
 
 def alone(schedule, factor=1.0):
@@ -79,4 +79,4 @@ def test_a_dense_model_by_its_data_sheet_on_one_gpu_has_no_network():
     few = roofline_layer(machine, MODELS[1], Requests(512, 1024), 64)
     gemm = next(operation for operation in few if operation.name == "UG")
     assert gemm.resource == MEMORY and gemm.fixed_us == gemm.us, "halves read all weights again"
-    assert isinstance(search(few, TABLE_3, limit_s=1).schedule, Schedule)
+    assert isinstance(search([few], 128 / 2048, TABLE_3, limit_s=1).schedule, Schedule)

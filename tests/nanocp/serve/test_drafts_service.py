@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from tokenizers import Tokenizer
@@ -10,23 +11,14 @@ from control_plane.scheduler.windows.advances import Advances
 from data_plane.reference.oracle import Oracle
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, forked_service, shared_memory_of
+from harness.services.kit import greedy, started
 from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
-from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.service import open_checkpoint
 
 TALE = ROOT / "models/tale"
-
-
-def generate(address: str, ids: list[int]) -> list[int]:
-    with Client(address) as client:
-        chunks = client.generate(
-            ids, max_tokens=40, temperature=0.0, repetition_penalty=1.0, ignore_eos=True,
-            timeout_s=120,
-        )  # fmt: skip
-        return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
 @pytest.mark.system
@@ -49,13 +41,11 @@ def test_answers_with_drafts_are_exact(stages, monkeypatch):
     tokenizer = Tokenizer.from_file(str(TALE / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in SHORT_PROMPTS[1:3]]
     prompts += [long_prompt(tokenizer, length, length) for length in (129,)]
-    service = forked_service(config, open_checkpoint(config, TALE))
-    try:
-        service.start(lambda step: None)
+    with started(forked_service(config, open_checkpoint(config, TALE))) as service:
+        # The checkpoint has another penalty by default.
+        asked = partial(greedy, service.address, max_tokens=40, repetition_penalty=1.0)
         with ThreadPoolExecutor(len(prompts)) as pool:
-            outputs = list(pool.map(generate, [service.address] * len(prompts), prompts))
-    finally:
-        service.stop()
+            outputs = list(pool.map(asked, prompts))
     assert shared_memory_of(service) == []
     oracle = Oracle(TALE)
     assert all(oracle.judge(*pair).exact for pair in zip(prompts, outputs, strict=True))

@@ -6,11 +6,11 @@ import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import httpx
 import pytest
 
+from harness.exact.settings import configured
 from harness.services.hash_service import (
     DEFAULT,
     expected,
@@ -19,12 +19,14 @@ from harness.services.hash_service import (
     prompt,
     shared_memory_of,
 )
+from harness.services.kit import ids_of
 from harness.services.service_recovery import (
     LENGTHS,
     SLOW,
     WAIT_S,
     num_free_frames,
     pid_of,
+    sample,
     terms_of,
     until,
     until_serving,
@@ -35,9 +37,7 @@ from nanocp.values.members import Member
 pytestmark = pytest.mark.system
 
 HELD_S = 3
-PROCESSES = replace(DEFAULT, service=replace(DEFAULT.service, front_ends=2), scheduler=replace(
-    DEFAULT.scheduler, held_timeout_us=HELD_S * 1_000_000
-))  # fmt: skip
+PROCESSES = configured(DEFAULT, front_ends=2, held_timeout_us=HELD_S * 1_000_000)
 
 
 def pid_of_front_end(service, index):
@@ -45,7 +45,7 @@ def pid_of_front_end(service, index):
 
 
 def num_generated(service):
-    return service.metrics.registry.get_sample_value("nanocp:generation_tokens_total") or 0
+    return sample(service, "generation_tokens_total") or 0
 
 
 def until_nothing_is_left(service):
@@ -64,7 +64,7 @@ def answers(pool, service, max_tokens=200):
             chunks = client.generate(
                 prompt(length, length), max_tokens=max_tokens, seed=1, timeout_s=WAIT_S
             )
-            return [token_id for chunk in chunks for token_id in chunk.token_ids]
+            return ids_of(chunks)
 
     return {length: pool.submit(one, length) for length in LENGTHS}
 
@@ -87,7 +87,7 @@ def test_a_front_end_is_killed_and_its_clients_go_on_at_another():
         until(lambda: pid_of_front_end(service, 0) != lost)
         with Client([address, address]) as client:
             chunks = client.generate(prompt(64, 3), max_tokens=5, seed=1, timeout_s=WAIT_S)
-            assert [i for chunk in chunks for i in chunk.token_ids] == expected(prompt(64, 3), 5)
+            assert ids_of(chunks) == expected(prompt(64, 3), 5)
             assert client.server_info().front_ends == service.addresses
             assert len(client.loads().instances) == 4
         assert terms_of(service).number == 1, "the instances have noticed nothing"
@@ -126,8 +126,10 @@ def test_front_ends_are_killed_again_and_again():
 
 
 def test_a_front_end_that_is_stopped_is_replaced():
-    config = replace(PROCESSES, limits=replace(PROCESSES.limits, suspect_ms=3000))
-    with hash_service(config, SLOW) as service, ThreadPoolExecutor(8) as pool:
+    with (
+        hash_service(configured(PROCESSES, suspect_ms=3000), SLOW) as service,
+        ThreadPoolExecutor(8) as pool,
+    ):
         lost = pid_of_front_end(service, 0)
         os.kill(lost, signal.SIGSTOP)
         until(lambda: pid_of_front_end(service, 0) != lost)
@@ -141,6 +143,6 @@ def test_a_port_that_is_in_use_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = replace(PROCESSES, service=replace(PROCESSES.service, http_port=port))
+        config = configured(PROCESSES, http_port=port)
         with pytest.raises(OSError, match=f"cannot listen on port {port}"), hash_service(config):
             pass

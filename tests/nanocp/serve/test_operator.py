@@ -20,8 +20,7 @@ def test_each_request_is_a_line_with_the_clients_id():
     with Serve(*SMALL) as serve:
         with Client(serve.address) as client:
             client.generate_unary(prompt(300, 1), max_tokens=5, request_id="mine")
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait(150) == 0
+        serve.end()
     (line,) = [line for line in serve.lines if "request ended" in line]
     assert re.match(
         r"\S+Z INFO nanocp\.requests: request ended id=mine number=1 endpoint=GenerateUnary "
@@ -69,9 +68,8 @@ def test_the_log_level_silences_requests():
     with Serve(*SMALL, "--log-level", "warning") as serve:
         stream = Stream(serve.address, max_tokens=3)
         stream.join()
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait(150) == 0
-        until(lambda: any(line.startswith("draining") for line in serve.lines))
+        serve.end()
+        serve.says("draining")
     assert not any("request ended" in line for line in serve.lines)
 
 

@@ -3,16 +3,15 @@
 import json
 import logging
 import threading
-import time
 import urllib.request
-from dataclasses import replace
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, hash_service, prompt
-from harness.waits import WAIT_S
+from harness.waits import until
 from nanocp import logs
 from nanocp.cli.main import app
 from nanocp.client import Aborted, Client, ServiceError
@@ -28,8 +27,8 @@ def service(tmp_path_factory):
     """Slow, with a key for clients and one for an operator."""
     file = tmp_path_factory.mktemp("keys") / "operators"
     file.write_text("alice her-key\n")
-    own = replace(CONFIG.service, api_keys=("a-secret",), operator_keys_file=str(file))
-    with hash_service(replace(CONFIG, service=own), SLOW) as service:
+    config = configured(CONFIG, api_keys=("a-secret",), operator_keys_file=str(file))
+    with hash_service(config, SLOW) as service:
         yield service
 
 
@@ -84,11 +83,8 @@ def test_a_request_is_ended_by_the_clients_id_and_by_its_number(service):
 def test_what_is_not_open_is_a_sentence(service, name, monkeypatch):
     # The service runs here too: its log may go to a stream that an earlier test has closed.
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    assert nanocp("abort", name, service=service) == (
-        1,
-        "",
-        f"nanocp abort: no open request is known as {name!r:.80}\n",
-    )
+    sentence = f"nanocp abort: no open request is known as {name!r:.80}\n"
+    assert nanocp("abort", name, service=service) == (1, "", sentence)
 
 
 def test_over_http_it_ends_with_finish_reason_abort(service):
@@ -104,10 +100,7 @@ def test_over_http_it_ends_with_finish_reason_abort(service):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    deadline = time.monotonic() + 60
-    while nanocp("abort", "by-http", service=service)[0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: nanocp("abort", "by-http", service=service)[0] == 0)
     asking.join(60)
     assert [choice["finish_reason"] for choice in found[0]["choices"]] == ["abort"]
 
@@ -154,10 +147,7 @@ def test_a_level_without_a_service_is_refused():
 @pytest.fixture
 def whole(service):
     """The service once nothing recovers: a busy machine may have taken a member for lost."""
-    deadline = time.monotonic() + WAIT_S
-    while nanocp("status", service=service)[0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: nanocp("status", service=service)[0] == 0)
     return service
 
 

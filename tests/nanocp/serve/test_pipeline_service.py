@@ -14,13 +14,14 @@ import pytest
 import typer.testing
 
 from harness.exact.prompt_logprobs import assert_logprobs
+from harness.exact.settings import configured
 from harness.services.hash_service import forked_service, shared_memory_of
-from harness.services.kit import greedy, random_prompt, started
+from harness.services.kit import exact_answers, greedy, random_prompt, started
+from harness.services.service_recovery import sample
 from harness.waits import until
 from nanocp.cli.main import app
 from nanocp.client import Client
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.passes import PassesConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -77,35 +78,26 @@ def until_free(service):
 def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, tmp_path):
     """Clients of both APIs, one that goes away, an operator, and a stage that is replaced."""
     log = str(tmp_path / "log")
-    config = replace(CONFIG, service=replace(CONFIG.service, event_log=log))
-    with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
+    config = configured(CONFIG, event_log=log)
+    with pipeline_service(tiny_checkpoint, config) as service:
         ids = [random_prompt(length, length) for length in (1, 64, 150, 300)]
-        running = [pool.submit(greedy, service.address, each, 100) for each in ids]
-        while service.num_open < len(ids):
-            time.sleep(0.01)  # request 1 is one of these
-        with Client(service.address) as client:
-            stream = client.generate(random_prompt(90, 9), max_tokens=500, temperature=0.0)
-            next(iter(stream))
-            stream.close()  # the client goes away
-        for split in ("1,3", "3,1", "2,2"):
-            moved = layout(service, split)
-            first = split[0]
-            assert moved.stdout == (
-                f"stage 0 has layers 0 to {int(first) - 1}, stage 1 has layers {first} to 3\n"
-            )
-        for each, output in zip(ids, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with exact_answers(tiny_oracle, service.address, ids, 100) as running:
+            until(lambda: service.num_open == len(ids))  # request 1 is one of these
+            with Client(service.address) as client:
+                stream = client.generate(random_prompt(90, 9), max_tokens=500, temperature=0.0)
+                next(iter(stream))
+                stream.close()  # the client goes away
+            for first in (1, 3, 2):
+                moved = layout(service, f"{first},{4 - first}")
+                assert moved.stdout == (
+                    f"stage 0 has layers 0 to {first - 1}, stage 1 has layers {first} to 3\n"
+                )
         base_url = f"http://{service.http_address}/v1"
         with openai.OpenAI(base_url=base_url, api_key="EMPTY", timeout=WAIT_S) as http:
             (model,) = http.models.list().data
-            answer = http.completions.create(
-                model=model.id,
-                prompt=ids[2],
-                max_tokens=12,
-                temperature=0,
-                logprobs=2,
-                extra_body={"return_token_ids": True, "ignore_eos": True},
-            ).choices[0]
+            extra = {"return_token_ids": True, "ignore_eos": True}
+            options = {"max_tokens": 12, "temperature": 0, "logprobs": 2, "extra_body": extra}
+            (answer,) = http.completions.create(model=model.id, prompt=ids[2], **options).choices
             assert answer.token_ids == running[2].result()[:12]
             assert len(answer.logprobs.token_logprobs) == 12
         with Client(service.address) as client:
@@ -113,26 +105,21 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, t
             reported = [one for chunk in chunks for one in chunk.prompt_logprobs]
         assert_logprobs(tiny_checkpoint, ids[2], reported, 1)
         until_free(service)
-        value = service.metrics.registry.get_sample_value
         for stage, cause in (("0", "tail"), ("1", "fill")):
-            labels = {"engine": stage, "cause": cause}
-            assert value("nanocp:stage_wait_seconds_total", labels) > 0
+            assert sample(service, "stage_wait_seconds_total", engine=stage, cause=cause) > 0
         picture = command(service, "top", "--once").output
         assert "for rows" in picture and "for tokens" in picture
         assert "numbers of layers, each at least 1, which sum to 4" in layout(service, "9,9").output
         assert layout(service, "1,3").exit_code == 0
         prompts = [*ids, random_prompt(200, 7)]
-        running = [pool.submit(greedy, service.address, each, 150) for each in prompts]
-        while service.num_open < len(prompts):
-            time.sleep(0.01)
-        time.sleep(0.3)
-        os.kill(pids(service)[1], signal.SIGKILL)
-        for each, output in zip(prompts, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with exact_answers(tiny_oracle, service.address, prompts, 150):
+            until(lambda: service.num_open == len(prompts))
+            time.sleep(0.3)
+            os.kill(pids(service)[1], signal.SIGKILL)
         assert not service.failure.done()
         until_free(service)
-        while "stage 0 has layers 0 to 0" not in layout(service).output:
-            time.sleep(0.1)  # what the operator asked for comes back
+        # What the operator asked for comes back.
+        until(lambda: "stage 0 has layers 0 to 0" in layout(service).output)
         live = command(service, "why", "1", "--json").output
     runner = typer.testing.CliRunner()
     played = runner.invoke(app, ["simulate", "replay", log]).output
@@ -151,22 +138,15 @@ def test_stages_that_are_lost_while_layers_move_are_replaced(
     tiny_checkpoint, tiny_oracle, lost, number
 ):
     """The first one, all of them, and one that hangs; KV goes by TCP."""
-    config = replace(
-        CONFIG,
-        data_plane=DataPlaneConfig(exchange_backend="tcp"),
-        limits=replace(CONFIG.limits, suspect_ms=2000),
-    )
+    config = configured(CONFIG, exchange_backend="tcp", suspect_ms=2000)
     with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
         ids = [random_prompt(length, length) for length in (1, 150, 300, 600)]
-        running = [pool.submit(greedy, service.address, each, 200) for each in ids]
-        while service.num_open < len(ids):
-            time.sleep(0.01)
-        moving = pool.submit(layout, service, "1,3")
-        time.sleep(0.2)
-        for pid in [pids(service)[stage] for stage in lost]:
-            os.kill(pid, number)
-        for each, output in zip(ids, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with exact_answers(tiny_oracle, service.address, ids, 200):
+            until(lambda: service.num_open == len(ids))
+            moving = pool.submit(layout, service, "1,3")
+            time.sleep(0.2)
+            for pid in [pids(service)[stage] for stage in lost]:
+                os.kill(pid, number)
         assert moving.result(WAIT_S).exit_code == 0
         assert "stage 0 has layers 0 to 0" in layout(service).output
         until_free(service)
@@ -181,56 +161,37 @@ def test_what_breaks_in_the_middle_of_a_copy_of_kv_costs_no_token(
     tiny_checkpoint, tiny_oracle, breaks, lost, copy_ahead
 ):
     """KV goes by TCP, ahead of the mark or with it. Of a cut connection one end is replaced."""
-    config = replace(
-        CONFIG,
-        data_plane=DataPlaneConfig(exchange_backend="tcp"),
-        pipeline=replace(CONFIG.pipeline, copy_ahead=copy_ahead),
-    )
+    config = configured(CONFIG, exchange_backend="tcp", copy_ahead=copy_ahead)
     factory = f"harness.members.cut_stages:{breaks}"
-    with (
-        pipeline_service(tiny_checkpoint, config, instance_factory=factory) as service,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    with pipeline_service(tiny_checkpoint, config, instance_factory=factory) as service:
         ids = [random_prompt(length, length) for length in (600, 1, 150, 300)]
         before = pids(service)
         greedy(service.address, ids[0], 1)  # from now on there are pages that travel
-        running = [pool.submit(greedy, service.address, each, 200) for each in ids]
-        while service.num_open < len(ids):
-            time.sleep(0.01)
-        assert "stage 0 has layers 0 to 0" in layout(service, "1,3").output
-        for each, output in zip(ids, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
-        assert [a != b for a, b in zip(before, pids(service), strict=True)] == [
-            stage == lost for stage in range(2)
-        ]
+        with exact_answers(tiny_oracle, service.address, ids, 200):
+            until(lambda: service.num_open == len(ids))
+            assert "stage 0 has layers 0 to 0" in layout(service, "1,3").output
+        changed = [a != b for a, b in zip(before, pids(service), strict=True)]
+        assert changed == [stage == lost for stage in range(2)]
         until_free(service)
 
 
 @pytest.mark.system
 def test_rows_that_outgrow_the_frames_are_preempted_and_right(tiny_checkpoint, tiny_oracle):
-    config = replace(
-        CONFIG,
-        cluster=replace(CONFIG.cluster, num_frames=12),
-        scheduler=SchedulerConfig(growth_promise="tokens:0"),
-        data_plane=DataPlaneConfig(exchange_backend="tcp"),
-    )
-    with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
+    settings = {"num_frames": 12, "growth_promise": "tokens:0", "exchange_backend": "tcp"}
+    with pipeline_service(tiny_checkpoint, configured(CONFIG, **settings)) as service:
         ids = [random_prompt(60 + number, number) for number in range(8)]
-        running = [pool.submit(greedy, service.address, each, 120) for each in ids]
-        for each, output in zip(ids, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with exact_answers(tiny_oracle, service.address, ids, 120):
+            pass
         until_free(service)
-        preempted = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
-        assert preempted, "the story must contain what it is about"
+        assert sample(service, "num_preemptions_total"), "the story must contain what it is about"
 
 
 def test_a_slow_client_loses_its_request_and_stalls_no_other(tiny_checkpoint, tiny_oracle):
     """It reads nothing, and has the smallest window of HTTP/2; its log probabilities fill it."""
-    config = replace(CONFIG, limits=replace(CONFIG.limits, max_undelivered_tokens=64))
+    config = configured(CONFIG, max_undelivered_tokens=64)
     options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
     with (
         pipeline_service(tiny_checkpoint, config) as service,
-        ThreadPoolExecutor(4) as pool,
         grpc.insecure_channel(service.address, options=options) as channel,
     ):
         sampling = pb.SamplingParameters(max_tokens=900, logprobs=20, ignore_eos=True)
@@ -238,9 +199,8 @@ def test_a_slow_client_loses_its_request_and_stalls_no_other(tiny_checkpoint, ti
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling)
         )
         ids = [random_prompt(length, length) for length in (1, 64, 150)]
-        running = [pool.submit(greedy, service.address, each, 300) for each in ids]
-        for each, output in zip(ids, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with exact_answers(tiny_oracle, service.address, ids, 300):
+            pass
         until_free(service)
         with pytest.raises(grpc.RpcError) as raised:
             list(slow)
@@ -266,9 +226,9 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
         "static:3,3": "static needs 2 numbers of layers, each at least 1, which sum to 4",
         "evne": "evne",
     }.items():
-        config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, layer_policy=policy))
+        config = configured(CONFIG, layer_policy=policy)
         with pytest.raises(ValueError, match=sentence):
             forked_service(config, open_checkpoint(config, tiny_checkpoint))
-    wide = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=5))
+    wide = configured(CONFIG, num_instances=5)
     with pytest.raises(ValueError, match="num_layers is 4; each of the 5 stages needs a layer"):
         open_checkpoint(wide, tiny_checkpoint)

@@ -14,7 +14,8 @@ import pytest
 
 from harness.paths import ROOT
 from harness.services.hash_service import expected, prompt
-from harness.services.serve_process import SMALL, Serve
+from harness.services.serve_process import SMALL, WAIT_S, Serve
+from harness.waits import until
 from nanocp.serve.process import free_port
 
 NUM_TOKENS = 40
@@ -49,10 +50,7 @@ class Clients:
 
     def wait_for(self, more):
         count = len(self.answers) + more
-        deadline = time.monotonic() + 120
-        while len(self.answers) < count and not self.errors:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(self.answers) >= count or self.errors)
 
     def end(self):
         self._stop.set()
@@ -84,8 +82,7 @@ def test_the_official_client_loses_nothing_while_one_service_restarts():
         clients = Clients(ask)
         try:
             clients.wait_for(3)
-            first.process.send_signal(signal.SIGTERM)
-            assert first.wait(150) == 0
+            first.end()
             with serve(port) as second:
                 assert second.address
                 clients.wait_for(6)
@@ -120,13 +117,11 @@ def test_two_services_take_turns_and_nobody_waits():
         clients = Clients(ask)
         try:
             clients.wait_for(3)
-            first.process.send_signal(signal.SIGHUP)
-            assert first.wait(150) == 0
+            first.end(signal.SIGHUP)
             clients.wait_for(3)
             with serve(ports[0]) as again:
                 assert again.address
-                other.process.send_signal(signal.SIGTERM)
-                assert other.wait(150) == 0
+                other.end()
                 clients.wait_for(3)
                 clients.end()
         finally:
@@ -151,15 +146,14 @@ def haproxy(tmp_path):
 
 def becomes_ready(port):
     """Wait until the service answers /ready with 200, as the page says."""
-    deadline = time.monotonic() + 150
-    while True:
+
+    def is_ready():
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=10).status_code == 200:
-                return
+            return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=10).status_code == 200
         except httpx.TransportError:
-            pass
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+            return False
+
+    until(is_ready, WAIT_S)
 
 
 @pytest.mark.system
@@ -189,8 +183,7 @@ def test_two_services_behind_haproxy_restart_in_turn_and_no_client_retries(hapro
                 (8000, first, signal.SIGHUP),
                 (8001, second, signal.SIGTERM),
             ):
-                service.process.send_signal(signal_number)
-                assert service.wait(150) == 0
+                service.end(signal_number)
                 clients.wait_for(6)
                 again = serve(ports[number])
                 started.append(again)

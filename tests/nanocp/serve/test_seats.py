@@ -1,6 +1,6 @@
 """`nanocp drain`, `scale` and `upgrade` on services that run: no stream ends, no token is wrong."""
 
-import signal
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.services.hash_service import expected, prompt
-from harness.services.serve_process import SMALL, WAIT_S, Serve, Stream, seats, status_of
+from harness.services.kit import greedy
+from harness.services.serve_process import SMALL, Serve, Stream, seats, status_of
 from harness.waits import until
 from nanocp.cli.demo.judge import ReferenceJudge
 from nanocp.cli.main import app
-from nanocp.client import Client
 from nanocp.serve.process import serving
 from nanocp.values.sampling import SamplingParams
 
@@ -32,12 +32,8 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
     """At the word of an operator, whom the log names."""
     (tmp_path / "operators").write_text("alice her-key\n")
     monkeypatch.setenv("NANOCP_OPERATOR_KEY", "her-key")
-    keys = [
-        "--operator-keys-file",
-        str(tmp_path / "operators"),
-        "--set",
-        "service.public_status=true",
-    ]
+    keys = ["--operator-keys-file", str(tmp_path / "operators")]
+    keys += ["--set", "service.public_status=true"]
     with Serve(*options, *keys, factory="build_slow", environment=REDUNDANT) as serve:
         stream = Stream(serve.address, max_tokens=800)
         target = status_of(serve)
@@ -56,8 +52,7 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
         assert "give --operator-key, or set NANOCP_OPERATOR_KEY" in errors
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait(WAIT_S) == 0, serve.lines
+        serve.end()
     made = [line.partition(" nanocp.changes: ")[2] for line in serve.lines]
     asked = "by alice at 127.0.0.1: instances"
     assert list(filter(None, made)) == [
@@ -67,7 +62,8 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
         "change made: instances [0, 1, 2, 3] are to serve (alice at 127.0.0.1)",
     ]
     idle = "draining: no request is open, refusing new ones; Ctrl-C again to stop now"
-    said = [line for line in serve.lines if "nanocp.load" not in line]  # it says the load at times
+    # It says the load at times, and on a busy machine that members were slow to leave.
+    said = [line for line in serve.lines if not re.search("nanocp.load|: killed after", line)]
     assert said[-2:] == [idle, "stopped"]
 
 
@@ -85,23 +81,22 @@ def test_a_rolling_upgrade_of_a_real_service_gives_every_seat_a_new_process(
         spares = spare_pids(service.pid)
         before = service.instance_pids()
         prompts = [prompt(length, length) for length in (1, 64, 130, 300, 511, 700)]
-        with Client(service.target) as client:
-            outputs = [
-                pool.submit(generate, client, prompt_ids, 900 if length == 1 else 300)
-                for length, prompt_ids in enumerate(prompts, start=1)
-            ]
-            status, said, errors = command("upgrade", "--rolling", target=target)
-            assert status == 0, errors
-            assert said == [
-                line
-                for seat in range(4)
-                for line in (f"instances {others(seat)} serve", "instances 0, 1, 2, 3 serve")
-            ]
-            judge = ReferenceJudge(tiny_checkpoint)
-            for prompt_ids, output in zip(prompts, outputs, strict=True):
-                token_ids = output.result(600)
-                params = SamplingParams(max_tokens=len(token_ids), temperature=0.0)
-                assert judge.first_wrong(prompt_ids, params, token_ids)[0] is None
+        outputs = [
+            pool.submit(greedy, service.target, ids, 900 if number == 0 else 300, timeout_s=600)
+            for number, ids in enumerate(prompts)
+        ]
+        status, said, errors = command("upgrade", "--rolling", target=target)
+        assert status == 0, errors
+        assert said == [
+            line
+            for seat in range(4)
+            for line in (f"instances {others(seat)} serve", "instances 0, 1, 2, 3 serve")
+        ]
+        judge = ReferenceJudge(tiny_checkpoint)
+        for prompt_ids, output in zip(prompts, outputs, strict=True):
+            token_ids = output.result(600)
+            params = SamplingParams(max_tokens=len(token_ids), temperature=0.0)
+            assert judge.first_wrong(prompt_ids, params, token_ids)[0] is None
         after = service.instance_pids()
         assert len(after) == 4 and not {*before} & {*after}
         assert not {*spares} & {*after}, "a spare of the old program took a seat"
@@ -120,10 +115,3 @@ def spare_pids(parent):
     )
     words = map(str.split, children.stdout.splitlines())
     return [int(each[0]) for each in words if each[-2] == "spare"]
-
-
-def generate(client, prompt_ids, max_tokens):
-    chunks = client.generate(
-        prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=600
-    )
-    return [token_id for chunk in chunks for token_id in chunk.token_ids]

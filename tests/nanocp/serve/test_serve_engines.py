@@ -1,31 +1,27 @@
 """A service whose prompts are computed by engines: fake ones, in processes that tests kill."""
 
 import contextlib
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
 from control_plane.coordinator.members.start import StartError
+from harness.exact.settings import configured
 from harness.services.hash_service import CONFIG, expected, generate, hash_service, prompt
+from harness.services.service_recovery import sample
 from harness.vllm.engines import EngineProcess
 from harness.waits import until
 from nanocp.client import ServiceError
-from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.process import free_port
 from nanocp.values.members import PREFILL, Member
 
 LENGTHS = [1, 2, 64, 65, 66, 129, 300, 513, 1000]
 
 
-def config_for(*urls, limits=None, **prefill):
-    limits = replace(CONFIG.limits, exchange_timeout_ms=3000, plan_timeout_ms=2500, **limits or {})
-    limits = replace(limits, retry_ms=200)
-    return replace(
-        CONFIG, prefill=PrefillConfig(engines=tuple(urls), ring_pages=2, **prefill), limits=limits
-    )
+def config_for(*urls, **settings):
+    impatient = {"exchange_timeout_ms": 3000, "plan_timeout_ms": 2500, "retry_ms": 200}
+    return configured(CONFIG, engines=urls, ring_pages=2, **impatient, **settings)
 
 
 @contextlib.contextmanager
@@ -50,27 +46,22 @@ def generate_all(service, lengths, seed=0, max_tokens=6):
     pytest.param("tcp", 16, marks=pytest.mark.system),
 ])  # fmt: skip
 def test_every_token_is_right_whatever_the_blocks_and_the_way(backend, block_size):
-    with EngineProcess(block_size=block_size) as engine:
-        config = config_for(engine.url)
-        config = replace(config, data_plane=replace(config.data_plane, exchange_backend=backend))
-        with hash_service(config) as service:
-            generate_all(service, LENGTHS)
-            # Prefixes are shared here and cached there.
+    with (
+        EngineProcess(block_size=block_size) as engine,
+        served_by(engine, exchange_backend=backend) as service,
+    ):
+        for _ in range(2):  # Prefixes are shared here and cached there.
             generate_all(service, LENGTHS)
 
 
 @pytest.mark.parametrize("fault", ["", "mtp"], ids=["model alone", "with MTP layer"])
 def test_engines_with_the_mtp_layer_and_without_prefill_for_instances_that_draft(fault):
     """Prompts' KV of the MTP layer is zero, or the engine's; tokens do not depend on it."""
-    with EngineProcess(fault=fault) as engine:
-        config = config_for(engine.url)
-        config = replace(config, scheduler=replace(config.scheduler, num_drafts=2))
-        with hash_service(config) as service:
-            generate_all(service, LENGTHS, max_tokens=20)
-            value, name = service.metrics.registry.get_sample_value, "nanocp:spec_decode_num_drafts"
-            engines = [{"engine": str(instance)} for instance in range(4)]
-            # How many, a loss decides: an instance that starves is replaced, and forgets drafts.
-            until(lambda: sum(value(f"{name}_total", engine) for engine in engines) > 0)
+    with EngineProcess(fault=fault) as engine, served_by(engine, num_drafts=2) as service:
+        generate_all(service, LENGTHS, max_tokens=20)
+        name = "spec_decode_num_drafts_total"
+        # How many, a loss decides: an instance that starves is replaced, and forgets drafts.
+        until(lambda: sum(sample(service, name, engine=each) for each in "0123") > 0)
 
 
 def test_two_engines_and_one_is_killed_and_comes_back():
@@ -91,16 +82,12 @@ def test_two_engines_and_one_is_killed_and_comes_back():
             assert other.process.poll() is None
 
 
-def until_up(service, url, limit_s=20):
-    deadline = time.monotonic() + limit_s
-    while not is_up(service, url):
-        assert time.monotonic() < deadline, f"{url} is not up again"
-        time.sleep(0.1)
+def until_up(service, url):
+    until(lambda: is_up(service, url), limit_s=20)
 
 
 def is_up(service, url):
-    labels = {"url": url}
-    return service.metrics.registry.get_sample_value("nanocp:prefill_engine_up", labels) == 1
+    return sample(service, "prefill_engine_up", url=url) == 1
 
 
 @pytest.mark.system
@@ -185,7 +172,7 @@ def test_an_engine_that_comes_back_with_other_kv_does_not_serve_again():
 @pytest.mark.system
 def test_no_engine_at_all_is_a_sentence_at_the_start():
     url = f"http://127.0.0.1:{free_port()}"
-    config = config_for(url, limits={"start_timeout_ms": 40_000})
+    config = config_for(url, start_timeout_ms=40_000)
     sentence = f"no engine for prefill is up: {url}: ConnectionRefused"
     with pytest.raises(StartError, match=sentence), hash_service(config):
         raise AssertionError("it must not start")
@@ -195,20 +182,10 @@ def test_an_abort_reaches_the_engine_and_frees_everything():
     with EngineProcess(fault="slow") as engine, served_by(engine) as service:
         for _ in range(3):
             with pytest.raises(ServiceError):
-                generate_briefly(service)
+                generate(service.address, prompt(900, 4), 4, timeout_s=0.2)
         generate_all(service, LENGTHS)
-        deadline = time.monotonic() + 20
-        while any(load.frames_quarantined for load in service.metrics.scheduling.load.instances):
-            assert time.monotonic() < deadline, "frames are held"
-            time.sleep(0.1)
-
-
-def generate_briefly(service):
-    from nanocp.client import Client
-
-    with Client(service.address) as client:
-        for _ in client.generate(prompt(900, 4), max_tokens=4, seed=1, timeout_s=0.2):
-            pass
+        loads = lambda: service.metrics.scheduling.load.instances  # noqa: E731
+        until(lambda: not any(load.frames_quarantined for load in loads()), limit_s=20)
 
 
 @pytest.mark.system
@@ -223,11 +200,8 @@ def test_a_new_service_finds_the_engine_that_served_the_last():
 @pytest.mark.system
 def test_the_second_service_at_an_engine_is_served_too():
     with EngineProcess() as engine, served_by(engine) as one, served_by(engine) as two:
-        threads = [threading.Thread(target=generate_all, args=(s, LENGTHS)) for s in (one, two)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(generate_all, (one, two), (LENGTHS, LENGTHS)))
         generate_all(one, [100])
         generate_all(two, [100])
 

@@ -11,9 +11,9 @@ from harness.services.serve_process import (
     Stream,
     assert_nothing_is_left,
     descendants,
+    instances_of,
     is_running,
     seats,
-    segments_of,
     status_of,
 )
 from harness.waits import until
@@ -21,19 +21,13 @@ from harness.waits import until
 OPTIONS = ["--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 
 
-def actors_of(processes):
-    return [pid for pid in processes if any("-exchange-" in name for name in segments_of(pid))]
-
-
 def test_four_actors_serve_and_nothing_is_left():
     with Serve(*OPTIONS) as serve:
         address = serve.address
-        processes = descendants(serve.process.pid)
-        segments = set().union(*map(segments_of, processes))
-        assert len(actors_of(processes)) == 4
+        processes, segments = serve.processes()
+        assert len(instances_of(processes)) == 4
         assert generate(address, prompt(300, 1), 30) == expected(prompt(300, 1), 30)
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait(60) == 0, serve.lines
+        serve.end()
         assert_nothing_is_left(processes, segments)
         # A machine that is busy takes long enough for lines that come every few seconds.
         at_once = [line for line in serve.lines if " INFO load" not in line]
@@ -46,16 +40,14 @@ def test_four_actors_serve_and_nothing_is_left():
 def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
     with Serve(*OPTIONS, factory="build_slow") as serve:
         stream = Stream(serve.address, max_tokens=400)
-        lost = actors_of(descendants(serve.process.pid))[2]
+        lost = instances_of(descendants(serve.process.pid))[2]
         os.kill(lost, number)
-        until(lambda: any("another process takes its place" in line for line in serve.lines))
+        serve.says("another process takes its place")
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
         until(lambda: not is_running(lost))
-        processes = descendants(serve.process.pid)
-        segments = set().union(*map(segments_of, processes))
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait(60) == 0, serve.lines
+        processes, segments = serve.processes()
+        serve.end()
         assert_nothing_is_left(processes, segments)
 
 
@@ -66,13 +58,12 @@ def test_a_spare_actor_takes_the_seat_of_a_lost_one():
         address, target = serve.address, status_of(serve)
         until(lambda: seats(target)["ready_spares"] == 1)
         before = descendants(serve.process.pid)
-        instances = actors_of(before)
+        instances = instances_of(before)
         stream = Stream(address, max_tokens=400)
         os.kill(instances[2], signal.SIGKILL)
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
-        (spare,) = {*actors_of(descendants(serve.process.pid))} - {*instances}
+        (spare,) = {*instances_of(descendants(serve.process.pid))} - {*instances}
         assert spare in before, "it was there before the loss"
         until(lambda: seats(target)["ready_spares"] == 1)
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.wait(60) == 0, serve.lines
+        serve.end()

@@ -1,17 +1,19 @@
 """A real service whose MTP layer drafts: tokens are `transformers`', and metrics count drafts."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 
 import openai
 from tokenizers import Tokenizer
 
 from data_plane.reference.oracle import Oracle
+from harness.exact.settings import configured
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, forked_service
+from harness.services.kit import greedy, started
+from harness.services.service_recovery import sample
 from harness.waits import until
 from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
-from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.speculative import EXAMPLE, num_drafts_of
 from nanocp.serve.service import open_checkpoint
@@ -21,21 +23,18 @@ NUM_TOKENS = 48
 
 
 def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right():
-    config = replace(
-        CONFIG,
-        cluster=ClusterConfig(num_instances=2, max_model_len=2048),
-        scheduler=replace(
-            CONFIG.scheduler, policy="fixed_degree:2", num_drafts=num_drafts_of(EXAMPLE)
-        ),
-    )
+    cluster = ClusterConfig(num_instances=2, max_model_len=2048)
+    drafts = {"policy": "fixed_degree:2", "num_drafts": num_drafts_of(EXAMPLE)}
+    config = configured(CONFIG, cluster=cluster, **drafts)
     tokenizer = Tokenizer.from_file(str(TALE / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in SHORT_PROMPTS]
     prompts.append(long_prompt(tokenizer, 700, seed=1))
-    service = forked_service(config, open_checkpoint(config, TALE))
-    try:
-        service.start(lambda step: None)
+    with started(forked_service(config, open_checkpoint(config, TALE))) as service:
+        # The checkpoint has another penalty by default.
+        asked = partial(greedy, service.address, max_tokens=NUM_TOKENS, repetition_penalty=1.0,
+                        ignore_eos=False, timeout_s=600)  # fmt: skip
         with ThreadPoolExecutor(len(prompts)) as pool:
-            outputs = list(pool.map(lambda ids: greedy(service.address, ids), prompts))
+            outputs = list(pool.map(asked, prompts))
         until(lambda: metric(service, "iteration_tokens_total_sum") == NUM_TOKENS * len(prompts))
         num_drafts = metric(service, "spec_decode_num_drafts_total")
         num_accepted = metric(service, "spec_decode_num_accepted_tokens_total")
@@ -44,8 +43,6 @@ def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right()
         assert num_accepted == metric(service, per_pos, position="0")
         answers = [answer_with_metrics(service, prompts[0], is_chat) for is_chat in (False, True)]
         streamed = answer_with_metrics(service, prompts[0], False, stream=True)
-    finally:
-        service.stop()
     for num_tokens, drafts in (*answers, streamed):
         none, one = drafts["acceptance_histogram"]
         assert (drafts["num_spec_steps"], drafts["num_accepted_draft_tokens"]) == (none + one, one)
@@ -60,13 +57,6 @@ def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right()
     # The first step of a row has no draft, and later ones have one; drafts are tokens.
     rounds = NUM_TOKENS * len(prompts) - num_accepted - len(prompts)
     assert 0.9 * rounds <= num_drafts <= rounds
-
-
-def greedy(address, ids):
-    with Client(address) as client:
-        params = {"temperature": 0, "repetition_penalty": 1.0}  # the checkpoint has another default
-        chunks = client.generate(ids, max_tokens=NUM_TOKENS, timeout_s=600, **params)
-        return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
 def answer_with_metrics(service, ids, is_chat, stream=False):
@@ -86,6 +76,4 @@ def answer_with_metrics(service, ids, is_chat, stream=False):
 
 def metric(service, name, **labels):
     """The sum over both instances."""
-    value = service.metrics.registry.get_sample_value
-    engines = [{"engine": engine, **labels} for engine in "01"]
-    return sum(value(f"nanocp:{name}", of_engine) for of_engine in engines)
+    return sum(sample(service, name, engine=engine, **labels) for engine in "01")

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psutil
@@ -12,12 +11,12 @@ import pytest
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from harness.exact.prompt_logprobs import assert_logprobs
+from harness.exact.settings import configured
 from harness.services.hash_service import process_launcher, shared_memory_of
-from harness.services.kit import greedy, random_prompt, started
+from harness.services.kit import exact_answers, random_prompt, started
 from harness.waits import until
 from nanocp.client import Client
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -41,7 +40,6 @@ CONFIG = Config(
     limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),
 )
-WAIT_S = 120
 
 
 @contextmanager
@@ -50,6 +48,15 @@ def serving(checkpoint, config=CONFIG):
     with started(service):
         yield service
     assert shared_memory_of(service) == []
+
+
+@contextmanager
+def long_prompts_under_way(oracle, service, max_tokens):
+    """Four prompts are with the prefill; at the end each answer is exact."""
+    prompts = [random_prompt(900, seed) for seed in range(4)]
+    with exact_answers(oracle, service.address, prompts, max_tokens):
+        until(lambda: service.num_open == 4)
+        yield
 
 
 def stages_of(service):
@@ -62,25 +69,19 @@ def stages_of(service):
 def test_prompts_through_two_stages_are_exact_also_after_a_stage_is_lost(
     tiny_checkpoint, tiny_oracle
 ):
-    with serving(tiny_checkpoint) as service, ThreadPoolExecutor(12) as pool:
+    with serving(tiny_checkpoint) as service:
         lengths = (2, 64, 65, 150, 300, 700, 31, 129)
         ids = [random_prompt(length, length) for length in lengths]
-        running = [pool.submit(greedy, service.address, each, 12) for each in ids]
-        for each, output in zip(ids, running, strict=True):
-            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with exact_answers(tiny_oracle, service.address, ids, 12):
+            pass
         with Client(service.address) as client:
             chunks = client.generate(ids[4], max_tokens=1, temperature=0.0, prompt_logprobs=1)
             reported = [one for chunk in chunks for one in chunk.prompt_logprobs]
         assert_logprobs(tiny_checkpoint, ids[4], reported, 1)
         lost = stages_of(service)
         assert [each.cmdline()[-1] for each in lost] == ["prefill stage 0", "prefill stage 1"]
-        running = [
-            pool.submit(greedy, service.address, random_prompt(900, seed), 8) for seed in range(4)
-        ]
-        until(lambda: service.num_open == 4)
-        os.kill(lost[1].pid, signal.SIGKILL)
-        for seed, output in enumerate(running):
-            assert tiny_oracle.judge(random_prompt(900, seed), output.result(WAIT_S)).exact
+        with long_prompts_under_way(tiny_oracle, service, 8):
+            os.kill(lost[1].pid, signal.SIGKILL)
         assert not any(each.is_running() for each in lost), "a lost stage ends the others"
         assert not service.failure.done()
 
@@ -91,41 +92,25 @@ def test_states_through_stages_are_exact_also_after_a_stage_is_lost(preset, tmp_
     """The first of two stages has linear attention layers alone."""
     make_checkpoint(tmp_path, preset)
     oracle = Oracle(tmp_path)
-    with serving(tmp_path) as service, ThreadPoolExecutor(8) as pool:
+    with serving(tmp_path) as service:
         ids = [random_prompt(length, length) for length in (2, 65, 150, 700)]
-        running = [pool.submit(greedy, service.address, each, 12) for each in ids]
-        for each, output in zip(ids, running, strict=True):
-            assert oracle.judge(each, output.result(WAIT_S)).exact
-        running = [
-            pool.submit(greedy, service.address, random_prompt(900, seed), 8) for seed in range(4)
-        ]
-        until(lambda: service.num_open == 4)
-        os.kill(stages_of(service)[0].pid, signal.SIGKILL)
-        for seed, output in enumerate(running):
-            assert oracle.judge(random_prompt(900, seed), output.result(WAIT_S)).exact
+        with exact_answers(oracle, service.address, ids, 12):
+            pass
+        with long_prompts_under_way(oracle, service, 8):
+            os.kill(stages_of(service)[0].pid, signal.SIGKILL)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_instance_that_is_lost_does_not_keep_the_stages(tiny_checkpoint, tiny_oracle, number):
     """The next term has new rings; KV goes by TCP."""
-    config = Config(
-        cluster=CONFIG.cluster,
-        data_plane=DataPlaneConfig(exchange_backend="tcp"),
-        prefill=CONFIG.prefill,
-        limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, suspect_ms=2000),
-        service=CONFIG.service,
-    )
-    with serving(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
+    scheduler = SchedulerConfig()
+    config = configured(CONFIG, exchange_backend="tcp", suspect_ms=2000, scheduler=scheduler)
+    with serving(tiny_checkpoint, config) as service:
         stages = stages_of(service)
-        running = [
-            pool.submit(greedy, service.address, random_prompt(900, seed), 30) for seed in range(4)
-        ]
-        until(lambda: service.num_open == 4)
-        time.sleep(0.2)
-        os.kill(service.launcher.pid(service._controller.members.expected[1]), number)
-        for seed, output in enumerate(running):
-            assert tiny_oracle.judge(random_prompt(900, seed), output.result(WAIT_S)).exact
+        with long_prompts_under_way(tiny_oracle, service, 30):
+            time.sleep(0.2)
+            os.kill(service.launcher.pid(service._controller.members.expected[1]), number)
         assert stages_of(service) == stages
 
 
@@ -142,21 +127,16 @@ def test_the_controller_is_lost_while_stages_compute(tiny_checkpoint, tiny_oracl
         "service.controller_process": True, "prefill.stages": 2, "prefill.chunk_tokens": 64,
         "cluster.num_frames": 64, "cluster.max_model_len": 1024,
     }  # fmt: skip
-    with (
-        serve(tiny_checkpoint, 2, settings, ray=False, synthetic_kv=False) as service,
-        ThreadPoolExecutor(8) as pool,
-    ):
+    with serve(tiny_checkpoint, 2, settings, ray=False, synthetic_kv=False) as service:
         for also_lost in (None, "prefill stage 1"):
             prompts = [random_prompt(900, seed) for seed in range(6)]
             before = num_tokens(service)
-            running = [pool.submit(greedy, service.target, each, 20) for each in prompts]
-            until(lambda before=before: num_tokens(service) > before)
-            processes = descendants_of(service)
-            os.kill(processes["controller"], signal.SIGKILL)
-            if also_lost:
-                os.kill(processes[also_lost], signal.SIGKILL)
-            for each, output in zip(prompts, running, strict=True):
-                assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+            with exact_answers(tiny_oracle, service.target, prompts, 20):
+                until(lambda before=before: num_tokens(service) > before)
+                processes = descendants_of(service)
+                os.kill(processes["controller"], signal.SIGKILL)
+                if also_lost:
+                    os.kill(processes[also_lost], signal.SIGKILL)
             stages = [f"prefill stage {stage}" for stage in range(2)]
             now = descendants_of(service)
             goes_on = [processes[stage] == now[stage] for stage in stages]

@@ -147,17 +147,22 @@ def supervised(monkeypatch, tmp_path, program):
     return supervisor, log
 
 
-def test_a_killed_controller_is_followed_until_one_ends_by_itself(monkeypatch, tmp_path):
-    program = "os.kill(os.getpid(), 9) if number < 3 else sys.exit(7)"
+KILLED = "os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(("program", "has_served", "status", "number"), [
+    (f"{KILLED} if number < 3 else sys.exit(7)", True, 7, 3),
+    (KILLED, True, 1, 5),
+    (KILLED, False, 2, 1),
+], ids=["until one ends by itself", "five times", "not before one has served"])  # fmt: skip
+def test_a_killed_controller_is_followed(
+    program, has_served, status, number, monkeypatch, tmp_path
+):
     supervisor, log = supervised(monkeypatch, tmp_path, program)
-    assert supervisor.run() == 7
-    assert log.read_text() == "xxx"
-
-
-def test_controllers_that_are_killed_again_and_again_end_the_service(monkeypatch, tmp_path):
-    supervisor, log = supervised(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
-    assert supervisor.run() == 1
-    assert log.read_text() == "x" * 5
+    if not has_served:
+        supervisor.has_served.clear()
+    assert supervisor.run() == status
+    assert log.read_text() == "x" * number
 
 
 def signalled(supervisor, log, times):
@@ -200,13 +205,6 @@ def test_the_first_controller_may_be_asked_to_stop_while_it_starts(monkeypatch, 
     log.write_text("x")
     assert signalled(supervisor, log, times=1) == 0
     assert log.read_text() == "xx"
-
-
-def test_a_controller_that_never_served_has_no_successor(monkeypatch, tmp_path):
-    supervisor, log = supervised(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
-    supervisor.has_served.clear()
-    assert supervisor.run() == 2
-    assert log.read_text() == "x"
 
 
 def test_a_controller_that_says_nothing_is_killed(monkeypatch, tmp_path):

@@ -103,99 +103,59 @@ def edited(tmp_path, edit):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("edit", "named"),
-    [
-        (lambda tree: tree.update(row_bucket=[1]), r"row_bucket is no key .*nearest: row_buckets"),
-        (
-            lambda tree: tree["cluster"].update(num_instance=1),
-            r"cluster\.num_instance is no key .*nearest: num_instances",
-        ),
-        (
-            lambda tree: tree["costs"]["peak"].update(step=1),
-            r"costs\.peak\.step is no key .*nearest: step_us",
-        ),
-        (lambda tree: tree["costs"]["peak"].update(step_us=-1.0), "step_us is -1"),
-        (
-            lambda tree: tree["costs"]["peak"].update(exchange_gb_per_s_within_node=0.0),
-            "within_node is 0",
-        ),
-        (
-            lambda tree: tree["costs"]["peak"].update(dispatch_combine_us_at_128_rows=[]),
-            r"EP sizes \[\]",
-        ),
-        (lambda tree: tree.update(costs={}), "costs is empty"),
-        (lambda tree: tree["cluster"].update(num_instances="many"), r"cluster\.num_instances"),
-        (
-            lambda tree: (without_memory(tree), tree["cluster"].update(num_frames=0)),
-            "num_frames is 0",
-        ),
-        (
-            lambda tree: tree["cluster"].update(num_frames=17_500),
-            "num_frames is given beside memory",
-        ),
-        (lambda tree: tree["memory"].update(hbm=80), r"memory\.hbm is no key .*nearest: hbm_gb"),
-        (lambda tree: tree["memory"].update(usable_share=1.1), "usable_share 1.1"),
-        (lambda tree: tree["memory"].update(rest_gb=-1.0), "rest_gb is -1"),
-        (lambda tree: tree["model"].update(num_experts=0), "num_experts 0 .* all must be 0, for a"),
-        (
-            lambda tree: tree["model"].update(num_moe_layers=0),
-            "num_moe_layers is 0, num_experts 256",
-        ),
-        (lambda tree: tree["model"].update(expert_mb=-1.0), "expert_mb is -1"),
-        (lambda tree: tree["model"].update(wire_forms={}), "there are 0 wire_forms"),
-        (
-            lambda tree: tree["model"]["wire_forms"]["latent"].update(bytes=1),
-            r"wire_forms\.latent\.bytes is no key .*nearest: query_bytes",
-        ),
-        (
-            lambda tree: tree["model"]["wire_forms"]["latent"].update(projection_mb=-1.0),
-            "has a negative number",
-        ),
-        (lambda tree: tree["costs"]["peak"].update(weights_gb_per_s=0.0), "weights_gb_per_s is 0"),
-        (lambda tree: tree.update(cp_degrees=[1, 64]), "from 1 to num_instances"),
-        (lambda tree: tree.update(ingest_gb_per_s=0.0), "ingest_gb_per_s is 0"),
-        (lambda tree: tree.update(ingest_tail_share=0.0), "ingest_tail_share is 0.0"),
-        (lambda tree: tree.update(prefill_gb_per_s=0.0), "prefill_gb_per_s is 0.0"),
-        (lambda tree: tree.update(ttft_targets=[[0, 5], [0, 9]]), "one for a priority"),
-        (lambda tree: tree.update(tpot_target_ms=-1), "tpot_target_ms is -1"),
-        (lambda tree: tree.update(row_buckets=[8, 4]), "ascending"),
-        (lambda tree: tree.update(row_buckets=[8]), "hold max_rows"),
-        (lambda tree: tree["model"].update(num_moe_layers=99), "num_moe_layers 99"),
-        (lambda tree: tree.pop("model"), "model is missing"),
-        (lambda tree: tree.update(model=7), "model is 7; it must be a mapping of keys"),
-        (
-            lambda tree: (without_memory(tree), tree["cluster"].update(num_frames=1.5)),
-            r"cluster\.num_frames is 1\.5; it must be a valid integer",
-        ),
-        (
-            lambda tree: (without_memory(tree), tree["cluster"].update(num_frames=100)),
-            r"max_model_len \(1048576\) can never run: .* hold 3200",
-        ),
-        (
-            lambda tree: tree["cluster"].update(max_model_len=1),
-            r"max_model_len \(1\) can never run",
-        ),
-        (lambda tree: tree["cluster"]["bounds"].update(max_attention_rows=3), "at least max_rows"),
-        (
-            lambda tree: tree["costs"]["peak"].update(attention_us=float("nan")),
-            "attention_us is nan",
-        ),
-        (
-            lambda tree: tree["costs"]["peak"].update(step_us=float("inf")),
-            "step_us is inf; it must be a finite number",
-        ),
-        (
-            lambda tree: tree["costs"]["peak"].update(
-                dispatch_combine_us_at_128_rows=[[8, 1.0], [16, -1.0]]
-            ),
-            "of EP size 16 is -1",
-        ),
-        (lambda tree: tree.update(ingest_gb_per_s=float("nan")), "ingest_gb_per_s is nan"),
-        (lambda tree: tree.update(cp_degrees=[4, 1]), "cp_degrees is .* ascending"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path, edit, named):
+@pytest.mark.parametrize(("key", "value", "named"), [
+    ("row_bucket", [1], r"row_bucket is no key .*nearest: row_buckets"),
+    ("cluster.num_instance", 1, r"cluster\.num_instance is no key .*nearest: num_instances"),
+    ("costs.peak.step", 1, r"costs\.peak\.step is no key .*nearest: step_us"),
+    ("costs.peak.step_us", -1.0, "step_us is -1"),
+    ("costs.peak.exchange_gb_per_s_within_node", 0.0, "within_node is 0"),
+    ("costs.peak.dispatch_combine_us_at_128_rows", [], r"EP sizes \[\]"),
+    ("costs", {}, "costs is empty"),
+    ("cluster.num_instances", "many", r"cluster\.num_instances"),
+    ("without memory: num_frames", 0, "num_frames is 0"),
+    ("cluster.num_frames", 17_500, "num_frames is given beside memory"),
+    ("memory.hbm", 80, r"memory\.hbm is no key .*nearest: hbm_gb"),
+    ("memory.usable_share", 1.1, "usable_share is 1.1"),
+    ("memory.rest_gb", -1.0, "rest_gb is -1"),
+    ("model.num_experts", 0, "num_experts 0 .* all must be 0, for a"),
+    ("model.num_moe_layers", 0, "num_moe_layers is 0, num_experts 256"),
+    ("model.expert_mb", -1.0, "expert_mb is -1"),
+    ("model.wire_forms", {}, "there are 0 wire_forms"),
+    ("model.wire_forms.latent.bytes", 1, r"latent\.bytes is no key .*nearest: query_bytes"),
+    ("model.wire_forms.latent.projection_mb", -1.0, "projection_mb is -1"),
+    ("costs.peak.weights_gb_per_s", 0.0, "weights_gb_per_s is 0"),
+    ("cp_degrees", [1, 64], "from 1 to num_instances"),
+    ("ingest_gb_per_s", 0.0, "ingest_gb_per_s is 0"),
+    ("ingest_tail_share", 0.0, "ingest_tail_share is 0.0"),
+    ("prefill_gb_per_s", 0.0, "prefill_gb_per_s is 0.0"),
+    ("ttft_targets", [[0, 5], [0, 9]], "one for a priority"),
+    ("tpot_target_ms", -1, "tpot_target_ms is -1"),
+    ("row_buckets", [8, 4], "ascending"),
+    ("row_buckets", [8], "hold max_rows"),
+    ("model.num_moe_layers", 99, "num_moe_layers is 99"),
+    ("model", None, "model is missing"),
+    ("model", 7, "model is 7; it must be a section of keys"),
+    ("without memory: num_frames", 1.5, r"cluster\.num_frames is 1\.5; it must be a valid integer"),
+    ("without memory: num_frames", 100, r"\(1048576\) can never run: .* hold 3200"),
+    ("cluster.max_model_len", 1, r"max_model_len \(1\) can never run"),
+    ("cluster.bounds.max_attention_rows", 3, "at least max_rows"),
+    ("costs.peak.attention_us", float("nan"), "attention_us is nan"),
+    ("costs.peak.step_us", float("inf"), "step_us is inf; it must be a finite number"),
+    ("costs.peak.dispatch_combine_us_at_128_rows", [[8, 1.0], [16, -1.0]], "of EP size 16 is -1"),
+    ("ingest_gb_per_s", float("nan"), "ingest_gb_per_s is nan"),
+    ("cp_degrees", [4, 1], "cp_degrees is .* ascending"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path, key, value, named):
+    def edit(tree):
+        if key.startswith("without memory"):
+            without_memory(tree)
+        *sections, last = key.replace("without memory: ", "cluster.").split(".")
+        for section in sections:
+            tree = tree[section]
+        tree[last] = value
+        if value is None:
+            del tree[last]
+
     with pytest.raises(ValueError, match=named):
         load_cluster_file(edited(tmp_path, edit))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.scheduler.invariants import check
-from harness.settings import configured
+from harness.exact.settings import configured
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.costs.cost import CostModel, Loads
 from nanocp.simulator.drafted_rows import Speculation, come

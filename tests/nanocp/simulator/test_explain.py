@@ -3,16 +3,15 @@
 import json
 import tempfile
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, islice, pairwise
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.cli.main import app
+from harness.programs.command_line import nanocp, on_one_line
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.costs.cluster_file import load_cluster_file
@@ -166,13 +165,12 @@ SHORT = (
 )  # fmt: skip
 
 
-def nanocp(*arguments):
-    return CliRunner().invoke(app, ["simulate", *arguments])
+simulate = partial(nanocp, "simulate")
 
 
 def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
     log = tmp_path / "log"
-    result = nanocp(
+    result = simulate(
         *SHORT, "--explain", "7", "--explain", "long", "--json", "--event-log", str(log)
     )
     assert result.exit_code == 1 and "nothing was judged" in result.stderr, result.output
@@ -183,10 +181,10 @@ def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
     assert set(placed["candidates"][0]["rise"]) == {"attention", "exchange", "dispatch"}
 
     numbers = [word for story in explained for word in ("--explain", str(story["request_id"]))]
-    replayed = nanocp("replay", str(log), *numbers, "--json")
+    replayed = simulate("replay", str(log), *numbers, "--json")
     assert replayed.exit_code == 0 and json.loads(replayed.stdout)["explained"] == explained
 
-    shown = nanocp("replay", str(log), *numbers)
+    shown = simulate("replay", str(log), *numbers)
     assert shown.exit_code == 0
     for words in (
         "request 7",
@@ -204,5 +202,5 @@ def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
     ("seven", "--explain seven: no such request arrived; the last to arrive was number"),
 ])  # fmt: skip
 def test_what_cannot_be_explained_is_answered_in_a_sentence(asked, answer):
-    result = nanocp(*SHORT, "--explain", asked)
-    assert result.exit_code == 2 and answer in " ".join(result.output.replace("│", " ").split())
+    result = simulate(*SHORT, "--explain", asked)
+    assert result.exit_code == 2 and answer in on_one_line(result)

@@ -25,7 +25,7 @@ MODEL = CostModel(FILE, "fitted")
 @pytest.fixture(scope="module")
 def found():
     operations = nano_batches.layer_operations(MODEL, CASE.loads)
-    return first_schedule(operations, nano_batches.INTERFERENCE)
+    return first_schedule([operations], MODEL.interference)
 
 
 def test_a_layers_operations_are_the_cost_models_layer(found):
@@ -37,17 +37,18 @@ def test_a_layers_operations_are_the_cost_models_layer(found):
     half = next(each for each in operations if each.name == "experts")
     layers = MODEL.step(Loads([150_000], [32], [34], [2], [0])).layer
     assert half.fixed_us + (half.us - half.fixed_us) / 2 == pytest.approx(layers.expert_us)
-    assert list(violations(found.schedule, nano_batches.INTERFERENCE)) == []
+    assert list(violations(found.schedule, MODEL.interference)) == []
 
 
-def test_a_single_row_that_travels_is_in_every_part():
+def test_latencies_of_parts_pass_together():
+    """A single row travels in every part, and the parts of the network are its whole."""
     loads = replace(CASE, links=1).loads
     whole, half = (MODEL.step(each).layer.exchange_us for each in (loads, loads.part(0.5)))
     assert half == whole > 0 and loads.part(1.0) == loads
     (exchange,) = (
         each for each in nano_batches.layer_operations(MODEL, loads) if each.name == "exchange"
     )
-    assert exchange.fixed_us == exchange.us == whole
+    assert exchange.fixed_us == 0 and exchange.us == whole
 
 
 def test_a_step_by_the_schedule_is_shorter_where_it_was_searched_and_never_longer(found):
@@ -60,13 +61,18 @@ def test_a_step_by_the_schedule_is_shorter_where_it_was_searched_and_never_longe
     )
     small = Loads([100], [1], [1], [0], [0])
     assert steps.step(small) == MODEL.step(small), "nothing is to be won there"
+    plain_order = sequence(nano_batches.layer_operations(MODEL, CASE.loads))
+    sequential = nano_batches.ScheduledSteps(MODEL, FILE, plain_order)
+    for rows in range(1, 129):
+        loads = Loads([1000 * rows], [rows], [rows + rows % 3], [rows % 3], [0])
+        assert not sequential.step(loads).by_schedule, "program order is no gain over itself"
 
 
 def test_a_schedule_is_refused_for_what_it_was_not_made_for(found, tmp_path):
     path = tmp_path / "schedule.yaml"
     nano_batches.write(path, found.schedule, CASE, MODEL)
     assert nano_batches.read(path, CLUSTER, "fitted", MODEL).slots
-    with pytest.raises(ValueError, match="made for cluster h200x32-deepseek-v3 and constants"):
+    with pytest.raises(ValueError, match=r"case\.constants is 'fitted'; it must be 'peak'"):
         nano_batches.read(path, CLUSTER, "peak", MODEL)
     sixteen = CostModel(load_cluster_file(CLUSTER, 16), "fitted")
     with pytest.raises(ValueError, match="search again"):

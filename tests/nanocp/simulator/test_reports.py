@@ -1,8 +1,6 @@
-"""Timelines, pictures and traces: their data is that of runs by hand, files are what they say."""
+"""Timelines and pictures: their data is that of runs by hand."""
 
 import json
-from collections import defaultdict
-from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -11,16 +9,15 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
-from typer.testing import CliRunner
 
-from nanocp.cli.main import app
+from benchmarks.simulated import paper_pictures
+from harness.programs.command_line import nanocp, on_one_line
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.costs.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Run, Slo
 from nanocp.simulator.reports import pictures
-from nanocp.simulator.reports.chrome_trace import trace_events, write_trace
 from nanocp.simulator.reports.timeline import NUM_SAMPLES, TimelineRecorder
 from nanocp.simulator.simulation import Mechanisms, make_simulation
 
@@ -76,7 +73,7 @@ def played(policy="dual_balanced", steps_per_window=1, workload="issue-5", rate=
         timeline,
     )  # fmt: skip
     simulation.run(Workload(workload, rate, 1, steady_tpot_us=10_000).requests(1 << 20))
-    return timeline, simulation.model
+    return timeline
 
 
 def test_samples_are_what_was_decided():
@@ -95,16 +92,8 @@ def test_the_outcome_is_that_of_a_plain_recorder_and_has_the_schedulers_share():
     assert outcome.cp_share == 0.5 and outcome.kv_imbalance == 0.5
 
 
-def test_requests_are_from_arrival_to_end():
-    one, two, three = by_hand().requests.values()
-    assert (one.placed_us, one.first_token_us, one.ended_us) == (400, 500, 1250)
-    assert (one.cp_degree, one.is_refused) == (1, False)
-    assert (two.placed_us, two.ended_us, two.cp_degree) == (400, None, 2)
-    assert (three.placed_us, three.ended_us, three.is_refused) == (None, 1300, True)
-
-
 def test_a_long_run_has_no_more_samples_than_a_picture_needs():
-    timeline, _ = played(workload="issue-0", rate=200)
+    timeline = played(workload="issue-0", rate=200)
     assert timeline.outcome().num_windows < NUM_SAMPLES
     assert len(timeline.samples) == timeline.outcome().num_windows
     longer = TimelineRecorder(Run(0, 4_000_000))
@@ -181,7 +170,7 @@ def texts_of(figure):
 @pytest.fixture(scope="module")
 def four_runs():
     policies = ("dual_balanced_any_node", "least_batch", "least_cache", "uniform_cp:4")
-    return {policy: played(policy)[0] for policy in policies}
+    return {policy: played(policy) for policy in policies}
 
 
 @pytest.mark.parametrize("num_policies", [1, 2, 4])
@@ -210,9 +199,9 @@ def test_scheduler_and_cp_pictures_are_shares_over_time():
 
 
 def test_curves_of_many_runs():
-    figure = pictures.attainment({"issue-1": {"fluid": [(10, 1.0), (20, 0.5)]}}, 0.99)
+    figure = paper_pictures.attainment({"issue-1": {"fluid": [(10, 1.0), (20, 0.5)]}}, 0.99)
     assert list(lines(figure.axes[0])["fluid"].get_ydata()) == [1.0, 0.5]
-    figure = pictures.scheduler_by_rows({"fluid": [(32, 0.01), (256, 0.02)]})
+    figure = paper_pictures.scheduler_by_rows({"fluid": [(32, 0.01), (256, 0.02)]})
     assert list(lines(figure.axes[0])["fluid"].get_xdata()) == [32, 256]
 
 
@@ -231,98 +220,23 @@ def test_nothing_measured_is_nothing_to_draw(tmp_path):
         pictures.write_run_pictures(tmp_path, {"fluid": TimelineRecorder(Run(0, 1))}, "it")
 
 
-# --- traces
-
-
-def test_phases_of_a_step_add_up_by_hand():
-    own = {0: LayerTime(20.0, 5.0, 5.0, 10.0, 5.0), 1: LayerTime(8.0, 0.0, 4.0, 4.0, 5.0)}
-    model = SimpleNamespace(layer_of=lambda loads, instance: own[instance])
-    shape = replace(H200.model, num_layers=2, num_moe_layers=2)
-    events = list(trace_events(1, "least_batch", by_hand(), model, shape))
-    slices = [
-        event for event in events if event["ph"] == "X" and event["ts"] < 1200 and event["tid"] == 1
-    ]
-    assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
-        ("step", 1100, 100),
-        ("attention", 1100, 16),
-        ("other", 1116, 8),
-        ("wait for the slowest", 1124, 36),
-        ("dispatch + combine", 1160, 8),
-        ("wait for the slowest", 1168, 12),
-        ("experts", 1180, 10),
-        ("lm_head + sampling", 1190, 10),
-    ]
-    assert slices[0]["args"] == {"kv_tokens": 100, "rows": 2, "attention_rows": 3, "links": 0}
-    counters = {event["name"]: event["args"]["value"] for event in events if event["ph"] == "C"}
-    assert counters == {
-        "requests waiting": 1, "free frames": 18,
-        "most free frames on one instance": 11, "requests with CP": 1,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("policy", "steps_per_window"), [("dual_balanced", 1), ("uniform_cp:8", 4), ("fluid", 1)]
-)
-def test_a_trace_is_json_whose_slices_nest(policy, steps_per_window, tmp_path):
-    timeline, model = played(policy, steps_per_window)
-    write_trace(
-        tmp_path / "trace.json", {policy: (timeline, model), "again": (timeline, model)}, H200.model
-    )
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks, lives = defaultdict(list), defaultdict(list)
-    for event in events:
-        assert {"ph", "pid", "name"} <= set(event)
-        if event["ph"] == "X":
-            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] in "be":
-            lives[event["id"]].append(event)
-    assert len(tracks) == (2 if policy == "fluid" else 64)
-    for slices in tracks.values():
-        open_ends = []
-        for begins, ends in sorted(slices, key=lambda slice: (slice[0], -slice[1])):
-            while open_ends and open_ends[-1] <= begins:
-                open_ends.pop()
-            assert begins < ends <= min(open_ends, default=ends), (
-                "a slice is inside another or beside it"
-            )
-            open_ends.append(ends)
-            assert len(open_ends) <= 2
-    assert len(lives) > 20
-    for story in lives.values():
-        still_open = []
-        for event in story:
-            if event["ph"] == "b":
-                still_open.append(event["name"])
-            else:
-                assert still_open.pop() == event["name"]
-        assert not still_open
-
-
 # --- the command
 
 
-def test_the_command_writes_pictures_and_a_trace(tmp_path):
+def test_the_command_writes_pictures(tmp_path):
     arguments = [
         "--seconds", "0.3", "--warm-up", "0.1", "--workload", "fixed:1000:4", "--policy",
         "dual_balanced", "--policy", "fluid",
     ]  # fmt: skip
-    places = ["--plots", str(tmp_path / "new" / "plots"), "--trace", str(tmp_path / "trace.json")]
-    result = CliRunner().invoke(app, ["simulate", *arguments, *places, "--json"])
+    places = ["--plots", str(tmp_path / "new" / "plots")]
+    result = nanocp("simulate", *arguments, *places, "--json")
     assert result.exit_code == 0, result.output
     assert set(json.loads(result.stdout)) == {"dual_balanced", "fluid"}
     assert sorted(path.name for path in (tmp_path / "new" / "plots").iterdir()) == PICTURES
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        "dual_balanced",
-        "fluid",
-    }
 
 
-@pytest.mark.parametrize("option", ["--plots", "--trace"])
-def test_a_place_that_cannot_be_written_is_named_before_the_run(option, tmp_path):
+def test_a_place_that_cannot_be_written_is_named_before_the_run(tmp_path):
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(
-        app, ["simulate", "--seconds", "1e6", option, str(tmp_path / "file" / "below")]
-    )
+    result = nanocp("simulate", "--seconds", "1e6", "--plots", tmp_path / "file" / "below")
     assert result.exit_code == 2
-    assert "cannot be written" in " ".join(result.output.replace("\u2502", " ").split())
+    assert "cannot be written" in on_one_line(result)

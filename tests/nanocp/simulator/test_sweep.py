@@ -11,13 +11,7 @@ from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run, Slo
 from nanocp.simulator.simulation import make_simulation
-from nanocp.simulator.sweep import (
-    MAX_RATE,
-    MIN_RATE,
-    PRECISION,
-    attempts,
-    highest_sustained_rate,
-)
+from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, PRECISION, attempts, highest_sustained_rate
 from nanocp.simulator.trial import Trial
 
 FILE = load_cluster_file("h200x32-deepseek-v3")

@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 
+from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.kv_offload import KvOffloadConfig
 from nanocp.config.prefill import PrefillConfig
@@ -36,11 +37,12 @@ def test_what_makes_no_sense_is_refused(fields, sentence):
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"data_plane": DataPlaneConfig(device="cuda")}, "device is cuda: it must be cpu"),
+    ({"cluster": ClusterConfig(layout="pipeline")}, "layout is pipeline"),
     ({"prefill": PrefillConfig(synthetic_kv=True)}, "no page has content to keep"),
     ({"scheduler": SchedulerConfig(prefix_sharing=False)}, "no page has a hash"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(changes, sentence):
+    assert Config(kv_offload=ON, data_plane=DataPlaneConfig(device="cuda")).has_slots
     with pytest.raises(ValueError, match=sentence):
         Config(kv_offload=ON, **changes)
 

@@ -117,7 +117,6 @@ class ChoicePlacement(BaseModel):
 
     @classmethod
     def of(cls, finish: ChoiceFinish) -> ChoicePlacement:
-        """Convert the placement."""
         shares = [KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split]
         return cls(cp_degree=finish.cp_degree, moe_binding=finish.moe_binding, kv_split=shares)
 

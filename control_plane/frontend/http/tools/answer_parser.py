@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
+from control_plane.frontend.client_request import Contents
 from control_plane.frontend.http.tools.call_forms import CallForm
 from control_plane.frontend.http.tools.call_readers import NO_CALL, CallReader, ToolCall, Tools
 
@@ -204,7 +205,7 @@ class _Draft:
     """Piece that may end the reasoning, if it is outside the call's values; -1: none."""
 
 
-class AnswerParser:
+class AnswerParser(Contents):
     """Parses one choice's text by markers."""
 
     def __init__(
@@ -237,13 +238,11 @@ class AnswerParser:
 
     @property
     def num_decided(self) -> int:
-        """The characters of the answer's text that are already classified."""
         if self._may_begin:
             return 0
         return self._num_thought - len(self._gap) if self._is_inside else self._content.num_decided
 
     def contents(self, text: str) -> list[tuple[int, str]]:
-        """Take text; return the content that it completes, with offsets in all text."""
         parts = [part for part in self.feed(text) if part.kind is PartKind.CONTENT]
         return [(part.end - len(part.text), part.text) for part in parts]
 

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable
 
+from control_plane.frontend.client_request import Contents
 from control_plane.frontend.http.tools.answer_parser import AnswerParser, AnswerPart, PartKind
 from control_plane.frontend.http.tools.call_readers import JsonScan, ToolCall
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:')
 
 
-class ForcedCallsParser:
+class ForcedCallsParser(Contents):
     """Parses an answer of reasoning and JSON; arguments keep the model's spelling."""
 
     def __init__(
@@ -48,11 +49,9 @@ class ForcedCallsParser:
 
     @property
     def num_decided(self) -> int:
-        """The characters of the answer's text that are already classified."""
         return self._parser.num_decided
 
     def contents(self, text: str) -> list[tuple[int, str]]:
-        """Take text, none of which is content."""
         self.feed(text)
         return []
 

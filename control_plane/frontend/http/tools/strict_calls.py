@@ -97,7 +97,6 @@ def _values(schema: Any, root: Schema, place: Mapping[str, Any]) -> Iterator[lis
 
 
 def _anchored(pattern: str) -> str:
-    """Raises ValueError for a pattern without ^ and $."""
     found = re.fullmatch(r"\^((?:[^\\^$|\[]|\\.|\[(?:[^\]\\]|\\.)*\])*)\$", pattern)
     if found is None:
         raise ValueError(f"has the pattern {pattern!r:.60}; it must be ^...$ without a choice")

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.ports.controller_interface import Submission
-from harness.settings import configured
+from harness.exact.settings import configured
 from nanocp.cli.operate.top import _stages
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config

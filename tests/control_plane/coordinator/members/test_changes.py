@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.coordinator.members.output import KillProcess, StartProcess
-from harness.members.member_cluster import FIRST, SECOND, running
+from harness.members.member_cluster import FIRST, SECOND, one_may_serve, running
 from nanocp.values.commands import Shutdown
 from nanocp.values.members import Left
 from nanocp.values.plan import SeatsWanted
@@ -11,8 +11,7 @@ from nanocp.values.plan import SeatsWanted
 
 def drained():
     """A cluster whose second instance has left in order, and whose first serves alone."""
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
+    cluster = one_may_serve()
     change = cluster.want([0], "a test")
     cluster.settled()
     for instance in (FIRST, SECOND):
@@ -32,8 +31,7 @@ def test_a_change_to_the_seats_that_serve_ends_at_once():
 
 
 def test_a_change_that_takes_too_long_is_waited_for_no_more_and_can_be_undone():
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
+    cluster = one_may_serve()
     assert cluster.want([0], "a test").cancel(), "which is how a wait ends"
     now = cluster.members.seats_now
     assert (now.leaving, now.asked_by) == ((1,), "a test"), "it goes on"
@@ -45,8 +43,7 @@ def test_a_change_that_takes_too_long_is_waited_for_no_more_and_can_be_undone():
 
 def test_whoever_waits_for_a_change_hears_of_the_clusters_end():
     for end in (lambda members: members.end.fail, lambda members: members.leave):
-        cluster = running(synthetic_kv=True)
-        cluster.members._seats.fewest = 1
+        cluster = one_may_serve()
         change = cluster.want([0], "a test")
         end(cluster.members)("no term serves")
         with pytest.raises(RuntimeError, match="no term serves"):
@@ -54,8 +51,7 @@ def test_whoever_waits_for_a_change_hears_of_the_clusters_end():
 
 
 def test_a_seat_that_leaves_and_is_lost_gets_no_other_process():
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
+    cluster = one_may_serve()
     change = cluster.want([0], "a test")
     cluster.exited(SECOND, 0, "its process ended")
     cluster.say(FIRST, 1, Left())
@@ -79,8 +75,7 @@ def test_a_process_that_comes_for_an_undone_change_is_let_go():
 
 
 def test_a_seat_that_is_asked_for_while_its_process_comes_gets_no_second_one():
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
+    cluster = one_may_serve()
     cluster.exited(SECOND, 0, "its process ended")
     cluster.say(FIRST, 1, Left())
     cluster.ready(FIRST, term=2)

@@ -8,7 +8,15 @@ from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.heartbeats import TICKS
 from control_plane.coordinator.members.output import KillProcess, PrefillArrived, PrefillLost
 from control_plane.coordinator.members.start import StartError
-from harness.members.member_cluster import FIRST, LIMITS, NO_RECOVERY, SECOND, Cluster, running
+from harness.members.member_cluster import (
+    FIRST,
+    LIMITS,
+    NO_RECOVERY,
+    SECOND,
+    Cluster,
+    one_may_serve,
+    running,
+)
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import Join, Leave, RefusePages
 from nanocp.values.members import PREFILL, Beat, Left, Member, Ready, Suspect
@@ -115,6 +123,15 @@ def test_a_start_that_fails_says_how_a_process_ended_and_not_that_its_stream_did
 
 
 # --- a loss
+
+
+def replace_second(cluster, number, term, reason="its process ended"):
+    """The second instance's process of this number ends; the next one takes part in `term`."""
+    cluster.exited(SECOND, number, reason)
+    cluster.until_replaced(SECOND, number + 1, term)
+    cluster.say(FIRST, term - 1, Left())
+    cluster.attach(SECOND)
+    cluster.ready(FIRST, SECOND, term=term)
 
 
 def test_a_lost_instance_is_killed_and_replaced_and_all_begin_the_next_term():
@@ -239,21 +256,17 @@ def test_terms_that_end_as_soon_as_they_begin_end_the_cluster(num_windows):
         for member in (FIRST, SECOND):
             for _ in range(num_windows):
                 cluster.say(member, term, WindowDone(0, 0))
-        cluster.exited(SECOND, term - 1, "its process ended")
         if term < 4:
-            cluster.until_replaced(SECOND, term, term + 1)
-            cluster.say(FIRST, term, Left())
-            cluster.attach(SECOND)
-            cluster.ready(FIRST, SECOND, term=term + 1)
+            replace_second(cluster, term - 1, term + 1)
+    cluster.exited(SECOND, 3, "its process ended")
     assert cluster.members.end.failure.result(0) == (
         "instance 1: its process ended; the 3 terms before ended as soon"
     )
 
 
 def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_serve():
-    cluster = running(synthetic_kv=True)
+    cluster = one_may_serve()
     cluster.facts.has_windows = True
-    cluster.members._seats.fewest = 1
     for term in (1, 3, 5):
         cluster.exited(SECOND, term // 2, "its process ended")
         cluster.say(FIRST, term, Left())
@@ -274,8 +287,7 @@ def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_serve(
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_first):
     """It is lost before the others have left, or after."""
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
+    cluster = one_may_serve()
     cluster.want([1], "a test")
     cluster.settled()
     if not is_first:
@@ -289,8 +301,7 @@ def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_first):
 
 
 def test_pages_of_a_seat_that_leaves_are_lost_with_its_process():
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
+    cluster = one_may_serve()
     cluster.want([1], "a test")
     cluster.settled()
     cluster.say(FIRST, 1, Left())
@@ -308,11 +319,7 @@ def test_losses_of_an_idle_cluster_or_after_a_while_go_on(num_windows):
         for member in (FIRST, SECOND):
             for _ in range(num_windows):
                 cluster.say(member, term, WindowDone(0, 0))
-        cluster.exited(SECOND, term - 1, "its process ended")
-        cluster.until_replaced(SECOND, term, term + 1)
-        cluster.say(FIRST, term, Left())
-        cluster.attach(SECOND)
-        cluster.ready(FIRST, SECOND, term=term + 1)
+        replace_second(cluster, term - 1, term + 1)
     assert not cluster.members.end.failure.done()
 
 
@@ -342,19 +349,18 @@ def test_a_silent_member_is_lost():
     assert "it has sent nothing for suspect_ms (300 ms)" in cluster.members.end.last_loss
 
 
-def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
-    cluster = running(synthetic_kv=True)
+@pytest.mark.parametrize(
+    ("limits", "events"),
+    [(LIMITS, [TermEnded(), InstanceLost(1)]),
+     (NO_RECOVERY, [ClusterLost("instance 1 was lost")])],
+    ids=["with recovery", "without"],
+)  # fmt: skip
+def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits(limits, events):
+    cluster = running(limits, synthetic_kv=True)
     cluster.say(FIRST, 0, Beat(1))
     cluster.say(SECOND, 0, Beat())
     cluster.say(SECOND, 1, Suspect(0, False, "ExchangeTimeout"))
-    assert cluster.events == [TermEnded(), InstanceLost(1)]
-
-
-def test_without_recovery_the_culprit_is_named_too():
-    cluster = running(NO_RECOVERY, synthetic_kv=True)
-    cluster.say(FIRST, 0, Beat(1))
-    cluster.say(SECOND, 1, Suspect(0, False, "ExchangeTimeout"))
-    assert cluster.events == [ClusterLost("instance 1 was lost")]
+    assert cluster.events == events
 
 
 def test_instances_that_report_no_window_are_blamed_by_their_waits():
@@ -406,9 +412,5 @@ def test_losses_with_terms_between_them_are_replaced_at_once(monkeypatch):
     monkeypatch.setattr(replacements, "_PAUSES_S", (0.0, 600.0))
     cluster = running(synthetic_kv=True)
     for term in range(2, 5):
-        cluster.exited(SECOND, term - 2, "it was killed")
-        cluster.say(FIRST, term - 1, Left())
-        cluster.until_replaced(SECOND, term - 1, term=term)
-        cluster.attach(SECOND)
-        cluster.ready(FIRST, SECOND, term=term)
+        replace_second(cluster, term - 2, term, "it was killed")
         assert cluster.members.terms.is_serving

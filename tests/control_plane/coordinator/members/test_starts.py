@@ -1,10 +1,9 @@
 """Starts that fail, and what a start shows, with processes of HashInstances."""
 
-from dataclasses import replace
-
 import pytest
 
 from control_plane.coordinator.members.start import StartError
+from harness.exact.settings import configured
 from harness.services.hash_service import (
     CONFIG,
     forked_service,
@@ -12,19 +11,19 @@ from harness.services.hash_service import (
     served,
     shared_memory_of,
 )
+from harness.services.kit import started
 from nanocp.serve.service import Service
 from nanocp.values.members import PREFILL, Member
 
 
+def assert_cannot_start(service, sentence):
+    with pytest.raises(StartError, match=sentence), started(service):
+        pass
+
+
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():
     service = forked_service(CONFIG, served("harness.services.hash_members:build_dying"))
-    try:
-        with pytest.raises(
-            StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"
-        ):
-            service.start(lambda step: None)
-    finally:
-        service.stop()
+    assert_cannot_start(service, "instance 1: layer 3 of the checkpoint is made of cheese")
     assert shared_memory_of(service) == []
 
 
@@ -47,23 +46,13 @@ def test_every_member_says_how_much_of_its_weights_it_has_loaded():
 
 def test_a_process_that_cannot_even_begin_is_noticed():
     service = Service(CONFIG, served("no_such_module:build"), process_launcher())
-    try:
-        with pytest.raises(StartError, match="No module named 'no_such_module'"):
-            service.start(lambda step: None)
-    finally:
-        service.stop()
+    assert_cannot_start(service, "No module named 'no_such_module'")
 
 
 def test_who_is_late_is_named():
-    limits = replace(CONFIG.limits, start_timeout_ms=600)
-    service = Service(replace(CONFIG, limits=limits), served(), _Nobody())
-    try:
-        with pytest.raises(
-            StartError, match=r"not ready after start_timeout_ms \(600 ms\): instance 0, instance 1"
-        ):
-            service.start(lambda step: None)
-    finally:
-        service.stop()
+    service = Service(configured(CONFIG, start_timeout_ms=600), served(), _Nobody())
+    late = r"not ready after start_timeout_ms \(600 ms\): instance 0, instance 1"
+    assert_cannot_start(service, late)
 
 
 class _Nobody:

@@ -29,14 +29,23 @@ class Steps:
         return calls
 
 
+def all_left(terms, term, *instances):
+    for instance in instances:
+        terms.has_left(instance, term)
+
+
+def all_joined(terms, term, *instances):
+    for instance in instances:
+        terms.has_joined(instance, term)
+
+
 def serving():
     """Three instances in term 1."""
     steps = Steps()
     terms = Terms([FIRST, SECOND, THIRD], steps)
     for instance in terms.standing:
         terms.arrived(instance)
-    for instance in terms.standing:
-        terms.has_joined(instance, 1)
+    all_joined(terms, 1, *terms.standing)
     assert steps.take() == ["join", "began"] and terms.is_serving
     return terms, steps
 
@@ -64,8 +73,7 @@ def test_a_term_without_a_loss_ends_when_every_instance_has_left_it():
     terms.end()
     terms.end()
     assert steps.take() == ["ended", ("leave", 0), ("leave", 1), ("leave", 2)]
-    terms.has_left(FIRST, 1)
-    terms.has_left(SECOND, 1)
+    all_left(terms, 1, FIRST, SECOND)
     assert terms.those(Standing.LEAVING) == [THIRD] and steps.take() == []
     terms.has_left(THIRD, 1)
     assert (terms.number, steps.take()) == (2, ["join"])
@@ -75,8 +83,7 @@ def test_a_lost_seat_is_waited_for():
     terms, steps = serving()
     terms.lost(SECOND, terms.seats)
     assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
-    terms.has_left(FIRST, 1)
-    terms.has_left(THIRD, 1)
+    all_left(terms, 1, FIRST, THIRD)
     assert steps.take() == [] and not terms.may_be_joined
     terms.arrived(SECOND)
     assert steps.take() == ["join"]
@@ -96,8 +103,7 @@ def test_a_loss_while_others_leave_changes_nothing_for_them():
 def test_a_loss_while_others_join_begins_the_term_after():
     terms, steps = serving()
     terms.end()
-    for instance in terms.standing:
-        terms.has_left(instance, 1)
+    all_left(terms, 1, *terms.standing)
     terms.has_joined(FIRST, 2)
     steps.take()
     terms.lost(SECOND, terms.seats)
@@ -105,8 +111,7 @@ def test_a_loss_while_others_join_begins_the_term_after():
     terms.has_joined(THIRD, 2)
     terms.has_left(FIRST, 1)
     assert terms.those(Standing.LEAVING) == [FIRST, THIRD], "one was late, one of term 1"
-    terms.has_left(FIRST, 2)
-    terms.has_left(THIRD, 2)
+    all_left(terms, 2, FIRST, THIRD)
     terms.arrived(SECOND)
     assert (terms.number, steps.take()) == (3, ["join"])
 
@@ -117,8 +122,7 @@ def test_it_is_known_what_the_next_term_waits_for():
     terms.arrived(FIRST)
     terms.arrived(SECOND)
     assert waited_for[-1] == "join"
-    for instance in (FIRST, SECOND):
-        terms.has_joined(instance, 1)
+    all_joined(terms, 1, FIRST, SECOND)
     terms.lost(SECOND, terms.seats)
     assert waited_for[-1] == "leave"
     terms.has_left(FIRST, 1)
@@ -135,14 +139,10 @@ def test_words_of_another_term_are_not_taken():
     terms, steps = serving()
     terms.end()
     steps.take()
-    for instance in terms.standing:
-        terms.has_left(instance, 0)
+    all_left(terms, 0, *terms.standing)
     assert steps.take() == []
-    for instance in terms.standing:
-        terms.has_left(instance, 1)
-        terms.has_left(instance, 1)
-    for instance in terms.standing:
-        terms.has_joined(instance, 1)
+    all_left(terms, 1, *(each for each in terms.standing for _ in range(2)))
+    all_joined(terms, 1, *terms.standing)
     assert steps.take() == ["join"] and not terms.is_serving
 
 
@@ -150,18 +150,15 @@ def test_survivors_go_on_without_a_lost_seat_and_take_it_back_in_order():
     terms, steps = serving()
     terms.lost(SECOND, [FIRST, THIRD])
     assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
-    terms.has_left(FIRST, 1)
-    terms.has_left(THIRD, 1)
+    all_left(terms, 1, FIRST, THIRD)
     assert terms.number == 2 and terms.standing[SECOND] is Standing.ABSENT
-    terms.has_joined(FIRST, 2)
-    terms.has_joined(THIRD, 2)
+    all_joined(terms, 2, FIRST, THIRD)
     assert terms.is_serving and steps.take() == ["join", "began"] and not terms.keeps_rows
     terms.arrived(SECOND)
     assert terms.is_serving and left_out(terms) == [SECOND] and steps.take() == []
     terms.change([FIRST, SECOND, THIRD], keeps_rows=True)
     assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
-    terms.has_left(FIRST, 2)
-    terms.has_left(THIRD, 2)
+    all_left(terms, 2, FIRST, THIRD)
     assert steps.take() == ["join"] and terms.keeps_rows
 
 
@@ -178,8 +175,7 @@ def test_a_loss_in_a_planned_change_keeps_no_rows():
 def test_an_instance_that_is_not_in_the_next_term_leaves_and_waits():
     terms, _ = serving()
     terms.change([FIRST, SECOND], keeps_rows=True)
-    terms.has_left(FIRST, 1)
-    terms.has_left(SECOND, 1)
+    all_left(terms, 1, FIRST, SECOND)
     assert terms.number == 1, "the third may still write"
     terms.has_left(THIRD, 1)
     assert terms.number == 2 and terms.standing[THIRD] is Standing.OUT

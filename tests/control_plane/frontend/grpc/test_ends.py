@@ -6,8 +6,9 @@ import grpc
 import pytest
 
 from control_plane.frontend.grpc import servicers
+from harness.exact.settings import configured
 from harness.services.frontend_fakes import make_config, running
-from harness.settings import configured
+from harness.services.kit import ids_of
 from nanocp.client import (
     Aborted,
     Client,
@@ -34,7 +35,7 @@ LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 ])  # fmt: skip
 def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(service, reason, error):
     chunks = service.client.generate([5], max_tokens=9)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.instance.deliver(request, 0, [3, 4])
     assert next(chunks).token_ids == (3, 4)
     service.front_end.ended(Ended(request, reason, "max_queued_requests (7) is reached"))
@@ -45,21 +46,21 @@ def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(service, re
 
 def test_a_running_request_id_cannot_be_used_twice_but_again_later(service):
     first = service.client.generate([5], max_tokens=1, request_id="twice")
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     with pytest.raises(InvalidArgument, match="request_id 'twice' is running"):
         next(service.client.generate([5], request_id="twice"))
     service.instance.deliver(request, 0, [9], LENGTH)
     assert len(list(first)) == 1
     again = service.client.generate([5], max_tokens=1, request_id="twice")
-    service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
+    service.answer([9])
     assert len(list(again)) == 1
 
 
 def test_abort_ends_the_stream_and_reaches_the_controller(service):
     chunks = service.client.generate([5], request_id="abort me")
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     assert service.client.abort("nobody", "abort me", "abort me") == ("abort me",)
-    assert service.controller.next_abort() == request
+    assert service.next_abort() == request
     with pytest.raises(Aborted, match="was aborted"):
         next(chunks)
     with pytest.raises(NotFound, match="no request is running or waiting as 'abort me'"):
@@ -71,31 +72,31 @@ def test_abort_ends_the_stream_and_reaches_the_controller(service):
 
 def test_a_cancelled_stream_aborts_and_frees_its_id(service):
     chunks = service.client.generate([5], request_id="cancelled")
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.instance.deliver(request, 0, [3])
     assert next(chunks).token_ids == (3,)
     chunks.close()
-    assert service.controller.next_abort() == request
+    assert service.next_abort() == request
     again = service.client.generate([5], request_id="cancelled")
-    assert service.controller.next_submission().request_id == request + 1
+    assert service.next_request() == request + 1
     again.close()
-    assert service.controller.next_abort() == request + 1
+    assert service.next_abort() == request + 1
 
 
 def test_an_expired_deadline_aborts(service):
     chunks = service.client.generate([5], timeout_s=2.0)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
         next(chunks)
-    assert service.controller.next_abort() == request
+    assert service.next_abort() == request
 
 
 def test_a_client_that_vanishes_aborts(service):
     client = Client(service.address)
     chunks = client.generate([5])
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     client.close()
-    assert service.controller.next_abort() == request
+    assert service.next_abort() == request
     with pytest.raises(Aborted):
         next(chunks)
 
@@ -109,20 +110,20 @@ def test_a_slow_client_loses_its_request_and_stalls_nobody():
             slow = rpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
             )
-            slow_request = service.controller.next_submission().request_id
+            slow_request = service.next_request()
             fast = service.client.generate([6], max_tokens=2)
-            fast_request = service.controller.next_submission().request_id
+            fast_request = service.next_request()
             for first in range(0, 150_000, 50):
                 service.instance.deliver(slow_request, first, [7] * 50)
                 if not service.controller.aborts.empty():
                     break
                 time.sleep(0.0005)
-            assert service.controller.next_abort() == slow_request
+            assert service.next_abort() == slow_request
             assert ("finished", FinishReason.REFUSED) in [
                 call[:2] for call in service.observer.calls
             ]
             service.instance.deliver(fast_request, 0, [8, 9], LENGTH)
-            assert [token_id for chunk in fast for token_id in chunk.token_ids] == [8, 9]
+            assert ids_of(fast) == [8, 9]
             with pytest.raises(grpc.RpcError) as raised:
                 list(slow)
             assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -140,7 +141,7 @@ def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch):
         parameters = pb.SamplingParameters(max_tokens=4000, logprobs=20)
         message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
         idle = rpc.InferenceStub(channel).Generate(message)
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         logprobs = TokenLogprobs(-0.5, tuple((299, -0.5) for _ in range(20)))
         reasons = [None] * 3999 + [LENGTH]
         tokens = [
@@ -160,13 +161,13 @@ def test_more_calls_than_the_cluster_can_hold_are_refused():
     with running(config) as service:
         open_calls = [service.client.generate([5]) for _ in range(2)]
         for _ in open_calls:
-            service.controller.next_submission()
+            service.submitted()
         with pytest.raises(ResourceExhausted, match="2 requests are open"):
             next(service.client.generate([5]))
         open_calls[0].close()
-        service.controller.next_abort()
+        service.next_abort()
         last = service.client.generate([5])
-        service.controller.next_submission()
+        service.submitted()
         last.close()
 
 
@@ -177,14 +178,14 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused():
         ):
             next(service.client.generate("hello"))
         chunks = service.client.generate([5], max_tokens=1)
-        service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
+        service.answer([9])
         assert [(chunk.token_ids, chunk.text) for chunk in chunks] == [((9,), "")]
 
 
 def test_the_observer_gets_each_thing_once():
     with running() as service:
         chunks = service.client.generate([5, 6], max_tokens=3)
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         service.instance.deliver(request, 1, [1])
         service.instance.deliver(request, 0, [1, 1, 2], FinishReason.STOP)
         assert list(chunks)[-1].finish is not None

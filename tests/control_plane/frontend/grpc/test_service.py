@@ -11,8 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.frontend.front_end import CONTROL, INFERENCE, FrontEnd
+from harness.hash_clusters.hash_parts import Unobserved
 from harness.services.frontend_fakes import LIMITS, MEMBER_SECRETS, Service, make_config, running
-from harness.unobserved import Unobserved
+from harness.services.kit import ids_of
 from harness.waits import WAIT_S
 from nanocp.client import Client, Unavailable
 from nanocp.config.service import ServiceConfig
@@ -39,7 +40,7 @@ def test_requests_wait_outside_until_the_cluster_is_ready():
             next(service.client.generate([5]))
         service.front_end.open(service.controller)
         chunks = service.client.generate([5])
-        service.controller.next_submission()
+        service.submitted()
         assert [health_of(service.address, name) for name in ("", INFERENCE, CONTROL)] == [
             health_pb2.HealthCheckResponse.SERVING
         ] * 3
@@ -51,7 +52,7 @@ def test_requests_wait_outside_until_the_cluster_is_ready():
 def test_draining_refuses_new_requests_and_lets_open_ones_end():
     with running() as service:
         chunks = service.client.generate([5], max_tokens=2)
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         drained: list[bool] = []
         drainer = threading.Thread(target=lambda: drained.append(service.front_end.drain()))
         drainer.start()
@@ -63,7 +64,7 @@ def test_draining_refuses_new_requests_and_lets_open_ones_end():
             next(service.client.generate([5]))
         assert not drained
         service.instance.deliver(request, 0, [3, 4], LENGTH)
-        assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [3, 4]
+        assert ids_of(chunks) == [3, 4]
         drainer.join(WAIT_S)
         assert drained == [True]
 
@@ -77,10 +78,10 @@ def test_a_drain_has_a_bound_and_stopping_ends_what_is_left():
     service = Service(make_config(drain_timeout_ms=100), LIMITS)
     service.front_end.open(service.controller)
     chunks = service.client.generate([5], max_tokens=2)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     assert service.front_end.drain() is False
     service.front_end.stop("instance 2 was lost")
-    assert service.controller.next_abort() == request
+    assert service.next_abort() == request
     with pytest.raises(Unavailable, match="instance 2 was lost"):
         next(chunks)
     service.front_end.stop()
@@ -170,12 +171,11 @@ def test_reflection_describes_nothing_of_the_members_services(service):
 def test_nothing_is_logged_as_an_error(caplog):
     with caplog.at_level(logging.WARNING), running() as service:
         chunks = service.client.generate([5], max_tokens=1)
-        service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
+        service.answer([9])
         assert len(list(chunks)) == 1
         chunks = service.client.generate([5])
-        service.controller.next_submission()
-        chunks.close()
-        service.controller.next_abort()
+        service.submitted()
+        service.give_up(chunks)
     assert not caplog.records
 
 
@@ -193,6 +193,6 @@ def test_bytes_that_are_no_request_harm_nobody(service):
             )
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     chunks = service.client.generate([5], max_tokens=1)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.instance.deliver(request, 0, [7], LENGTH)
-    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [7]
+    assert ids_of(chunks) == [7]

@@ -6,7 +6,8 @@ import grpc
 import pytest
 
 from control_plane.frontend.validation import ModelLimits
-from harness.services.frontend_fakes import TOKENIZER, running
+from harness.services.frontend_fakes import TOKENIZER, params_of, running
+from harness.services.kit import ids_of
 from nanocp.client import InvalidArgument
 from nanocp.values.plan import Ended, FinishReason, Placement
 from nanocp.values.sampling import Token, TokenBatch, TokenLogprobs
@@ -20,7 +21,7 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     ids = TOKENIZER.encode("the life of a fox \N{HOT BEVERAGE}!")
     prompt = "the quick brown fox " * 40
     chunks = service.client.generate(prompt, max_tokens=len(ids), request_id="fox")
-    submission = service.controller.next_submission()
+    submission = service.submitted()
     assert list(submission.prompt_ids) == TOKENIZER.encode(prompt)
     assert (submission.arrival.prompt_len, submission.arrival.max_tokens) == (
         len(submission.prompt_ids),
@@ -42,7 +43,7 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     assert (
         first.text + "".join(chunk.text for chunk in rest) == "the life of a fox \N{HOT BEVERAGE}!"
     )
-    assert [token_id for chunk in rest for token_id in chunk.token_ids] == ids[1:]
+    assert ids_of(rest) == ids[1:]
     finish = rest[-1].finish
     assert finish is not None and all(chunk.finish is None for chunk in rest[:-1])
     assert (finish.reason, finish.prompt_tokens, finish.generated_tokens) == (
@@ -61,7 +62,7 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
 
 def test_the_latest_placement_is_the_one_returned(service):
     chunks = service.client.generate([5] * 256, max_tokens=1)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.front_end.placed(Placement(request, 0, 256, ((0, 0),)))
     service.front_end.placed(Placement(request, 3, 256, ((0, 0), (1, 1), (2, 3))))
     with contextlib.closing(service.member(3)) as instance:
@@ -78,7 +79,7 @@ def test_the_latest_placement_is_the_one_returned(service):
 def test_tokens_of_two_instances_come_out_in_order_and_once(service):
     other = service.member(1)
     chunks = service.client.generate([5], max_tokens=6)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.front_end.placed(Placement(request, 1, 4, ()))  # From the fourth token on.
     other.deliver(request, 3, [13, 14, 15], LENGTH)
     other.deliver(request, 3, [13])
@@ -88,7 +89,7 @@ def test_tokens_of_two_instances_come_out_in_order_and_once(service):
     service.instance.deliver(request, 0, [10, 11, 12])
     service.instance.deliver(request, 2, [12])
     rest = list(chunks)
-    assert [token_id for chunk in rest for token_id in chunk.token_ids] == [11, 12, 13, 14, 15]
+    assert ids_of(rest) == [11, 12, 13, 14, 15]
     assert rest[-1].finish is not None and rest[-1].finish.generated_tokens == 6
     other.finish()
     other.close()
@@ -96,7 +97,7 @@ def test_tokens_of_two_instances_come_out_in_order_and_once(service):
 
 def test_tokens_of_unknown_and_ended_requests_are_ignored(service):
     chunks = service.client.generate([5], max_tokens=1)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     service.instance.deliver(request + 1000, 0, [1, 2, 3])
     service.instance.deliver(request, 5, [9])  # Beyond max_tokens.
     service.instance.deliver(request, 0, [10], LENGTH)
@@ -124,7 +125,7 @@ def test_the_row_carries_all_that_the_instance_needs(service):
         chunks = service.client.generate(
             [5, 6, 7], stop_token_ids=[42], ignore_eos=ignore_eos, **options
         )
-        row = decode_row_input(service.controller.next_submission().arrival.row_start)
+        row = decode_row_input(service.submitted().arrival.row_start)
         assert (row.last_token, row.front_end, row.output_ids) == (
             7,
             service.front_end.members_address,
@@ -132,8 +133,7 @@ def test_the_row_carries_all_that_the_instance_needs(service):
         )
         assert {name: getattr(row.params, name) for name in options} == options
         assert row.params.stop_token_ids == stop_ids
-        chunks.close()
-        service.controller.next_abort()
+        service.give_up(chunks)
 
 
 def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service):
@@ -146,7 +146,7 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service):
     chunks = service.client.generate(
         [7, 5, 7, 6], **options, logit_bias={9: -1.5, 3: 2.0}, bad_words=["quick", " zq"]
     )
-    row = decode_row_input(service.controller.next_submission().arrival.row_start)
+    row = decode_row_input(service.submitted().arrival.row_start)
     assert {name: getattr(row.params, name) for name in options} == options
     assert row.params.logit_bias == ((3, 2.0), (9, -1.5))
     assert row.prompt_ids == (5, 6, 7)
@@ -154,12 +154,10 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service):
     assert row.params.bad_words == tuple(
         tuple(TOKENIZER.encode(text)) for text in ("quick", " quick", "zq")
     )
-    chunks.close()
-    service.controller.next_abort()
+    service.give_up(chunks)
     chunks = service.client.generate([7, 5, 7, 6], presence_penalty=1.0)
-    assert decode_row_input(service.controller.next_submission().arrival.row_start).prompt_ids == ()
-    chunks.close()
-    service.controller.next_abort()
+    assert decode_row_input(service.submitted().arrival.row_start).prompt_ids == ()
+    service.give_up(chunks)
 
 
 @pytest.mark.parametrize(("timeout_s", "queue_timeout_s", "range_us"), [
@@ -173,24 +171,22 @@ def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
     chunks = service.client.generate(
         [5], priority=-7, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s
     )
-    submission = service.controller.next_submission()
+    submission = service.submitted()
     assert (submission.arrival.priority, submission.arrival.resumes) == (-7, False)
     if range_us is None:
         assert submission.queue_timeout_us is None
     else:
         assert submission.queue_timeout_us is not None
         assert range_us[0] <= submission.queue_timeout_us <= range_us[1]
-    chunks.close()
-    service.controller.next_abort()
+    service.give_up(chunks)
 
 
 def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service):
     rows = []
     for _ in range(2):
         chunks = service.client.generate([5])
-        rows.append(decode_row_input(service.controller.next_submission().arrival.row_start).params)
-        chunks.close()
-        service.controller.next_abort()
+        rows.append(service.next_params())
+        service.give_up(chunks)
     assert (rows[0].max_tokens, rows[0].temperature, rows[0].top_k, rows[0].top_p) == (
         16, 0.0, 0, 1.0,
     )  # fmt: skip
@@ -201,7 +197,7 @@ def test_request_ids_count_up_and_a_made_one_is_echoed(service):
     requests, names = [], set()
     for _ in range(3):
         chunks = service.client.generate([5], max_tokens=1)
-        requests.append(service.controller.next_submission().request_id)
+        requests.append(service.next_request())
         service.instance.deliver(requests[-1], 0, [9], LENGTH)
         names |= {chunk.request_id for chunk in chunks}
     assert requests == [requests[0], requests[0] + 1, requests[0] + 2] and requests[0] > 0
@@ -212,7 +208,7 @@ def test_a_prompt_of_a_hundred_thousand_tokens_fits(service):
     prompt = [299] * 100_000
     for asked in (prompt, "the life of a token, and then some words. " * 5_000):
         chunks = service.client.generate(asked, max_tokens=1)
-        submission = service.controller.next_submission()
+        submission = service.submitted()
         assert submission.arrival.prompt_len == len(submission.prompt_ids) >= 100_000
         service.instance.deliver(submission.request_id, 0, [9], LENGTH)
         assert len(list(chunks)) == 1
@@ -231,7 +227,7 @@ def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service):
     first, *others = TOKENIZER.encode("\N{HOT BEVERAGE}")
     assert len(others) == 2
     chunks = service.client.generate([5], max_tokens=4)
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     texts = []
     for index, token_id in enumerate([first, *others, first]):
         service.instance.deliver(request, index, [token_id], LENGTH if index == 3 else None)
@@ -251,7 +247,7 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(service, is_in
     chunks = service.client.generate(
         [5], max_tokens=6, stop=["yq", "never"], include_stop_str_in_output=is_included
     )
-    request = service.controller.next_submission().request_id
+    request = service.next_request()
     if is_late:
         service.instance.deliver(request, 0, [*ids, 9, 9], LENGTH)
     else:
@@ -263,7 +259,7 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(service, is_in
     received = list(chunks)
     assert received[-1].finish is not None
     assert (received[-1].finish.reason, received[-1].finish.generated_tokens) == (STOP, 3)
-    token_ids = [token_id for chunk in received for token_id in chunk.token_ids]
+    token_ids = ids_of(received)
     assert token_ids == (ids[:3] if is_late else ids[2:3])
     texts = "".join(chunk.text for chunk in received)
     assert (
@@ -272,7 +268,7 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(service, is_in
             is_included, is_late
         ]
     )
-    assert service.controller.next_abort() == request
+    assert service.next_abort() == request
     # What the row generates before the scheduler has ended it is dropped.
     service.instance.deliver(request, 3, [9, 9], None)
     service.front_end.ended(Ended(request, FinishReason.ABORTED, "aborted"))
@@ -282,7 +278,7 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(service, is_in
 def test_a_stop_string_in_the_last_token_needs_no_abort(service):
     (token_id,) = TOKENIZER.encode("z")
     chunks = service.client.generate([5], max_tokens=1, stop="z")
-    service.instance.deliver(service.controller.next_submission().request_id, 0, [token_id], LENGTH)
+    service.answer([token_id])
     (chunk,) = chunks
     assert (chunk.text, chunk.finish.reason) == ("", STOP)
     assert service.controller.aborts.empty()
@@ -300,8 +296,8 @@ def test_stop_strings_and_bad_words_need_a_tokenizer():
 
 def test_logprobs_come_with_their_tokens_however_these_arrive(service):
     chunks = service.client.generate([5], max_tokens=4, logprobs=2, stop="q")
-    submission = service.controller.next_submission()
-    assert decode_row_input(submission.arrival.row_start).params.logprobs == 2
+    submission = service.submitted()
+    assert params_of(submission).logprobs == 2
     (q_id,) = TOKENIZER.encode("q")
     tokens = [
         Token(
@@ -326,14 +322,14 @@ def test_logprobs_come_with_their_tokens_however_these_arrive(service):
     assert [logprobs for chunk in received for logprobs in chunk.logprobs] == [
         t.logprobs for t in tokens[:3]
     ]
-    assert service.controller.next_abort() == submission.request_id
+    assert service.next_abort() == submission.request_id
 
 
 def test_many_streams_at_once_each_get_their_own_tokens(service):
     all_chunks = [
         service.client.generate([5, i], max_tokens=20, request_id=f"many-{i}") for i in range(32)
     ]
-    submissions = [service.controller.next_submission() for _ in all_chunks]
+    submissions = [service.submitted() for _ in all_chunks]
     for index in range(20):
         for submission in submissions:
             token_id = (submission.prompt_ids[1] * 7 + index) % 256
@@ -341,5 +337,5 @@ def test_many_streams_at_once_each_get_their_own_tokens(service):
                 submission.request_id, index, [token_id], LENGTH if index == 19 else None
             )
     for i, chunks in enumerate(all_chunks):
-        ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        ids = ids_of(chunks)
         assert ids == [(i * 7 + index) % 256 for index in range(20)]

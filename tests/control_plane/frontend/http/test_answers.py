@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from control_plane.frontend.http.served_model import open_model
-from harness.services.frontend_fakes import LIMITS, TOKENIZER, running
+from harness.services.frontend_fakes import LIMITS, TOKENIZER, params_of, running
 from harness.services.openai_service import (
     HELLO,
     LENGTH,
@@ -23,7 +23,6 @@ from harness.services.openai_service import (
 )
 from harness.waits import WAIT_S, until
 from nanocp.values.plan import Placement
-from nanocp.wire.rows import decode_row_input
 
 
 def test_a_completion_is_answered(service, client, pool):
@@ -52,7 +51,7 @@ def test_a_chat_is_rendered_and_answered(service, client, pool):
     parts: Any = [{"type": "text", "text": "who"}, {"type": "text", "text": "are you"}]
     messages: Any = [{"role": "system", "content": "the fox"}, {"role": "user", "content": parts}]
     answer = pool.submit(client.chat.completions.create, model="tiny", messages=messages)
-    submission = service.controller.next_submission()
+    submission = service.submitted()
     rendered = "<s>system: the fox\nuser: who\nare you\n"
     assert list(submission.prompt_ids) == TOKENIZER.encode(rendered, add_special_tokens=False)
     assert submission.arrival.max_tokens == LIMITS.max_model_len - submission.arrival.prompt_len, (
@@ -118,7 +117,7 @@ def test_several_prompts_with_choices_are_numbered_over_all(service, client, poo
             )
         )
         for _ in range(4):
-            submission = service.controller.next_submission()
+            submission = service.submitted()
             service.instance.deliver(
                 submission.request_id, 0, [200 + submission.request_id % 50], LENGTH
             )
@@ -153,10 +152,10 @@ def test_fields_of_vllm_reach_the_row(service, client, pool):
         client.completions.create, model="tiny", prompt=[5], logit_bias={"9": -3}, extra_body=extra,
         **options,
     )  # fmt: skip
-    submission = service.controller.next_submission()
+    submission = service.submitted()
     assert (submission.arrival.priority, submission.queue_timeout_us,
             submission.arrival.max_tokens) == (-3, 9_000_000, 16)  # fmt: skip
-    params = decode_row_input(submission.arrival.row_start).params
+    params = params_of(submission)
     assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.5, 7, 0.25, 0.5)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
         1.5,
@@ -169,7 +168,7 @@ def test_fields_of_vllm_reach_the_row(service, client, pool):
     choice = answer.result(WAIT_S).choices[0]
     assert (choice.text, choice.finish_reason) == ("the fox", "stop")
     assert choice.model_extra is not None and choice.model_extra["stop_reason"] == "."
-    assert service.controller.next_abort() == submission.request_id
+    assert service.next_abort() == submission.request_id
 
 
 def test_absent_fields_take_the_checkpoints_defaults_and_openais(service, pool):
@@ -179,8 +178,8 @@ def test_absent_fields_take_the_checkpoints_defaults_and_openais(service, pool):
     }  # fmt: skip
     body |= {"best_of": 1, "guided_json": None}
     answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body)
-    submission = service.controller.next_submission()
-    params = decode_row_input(submission.arrival.row_start).params
+    submission = service.submitted()
+    params = params_of(submission)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 0.5, 0, 16)
     service.instance.deliver(submission.request_id, 0, HELLO, LENGTH)
     assert answer.result(WAIT_S).status_code == 200
@@ -238,12 +237,12 @@ def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(servi
     answer = pool.submit(
         client.completions.create, model="tiny", prompt=[5], n=2, extra_headers=headers
     )
-    first, second = (service.controller.next_submission().request_id for _ in range(2))
+    first, second = (service.next_request() for _ in range(2))
     service.instance.deliver(first, 0, HELLO, LENGTH)
     service.instance.deliver(second, 0, HELLO[:1])
     until(lambda: service.observer.calls.count(("first",)) >= num_first + 2)
     service.client.abort("cmpl-mine")
-    assert service.controller.next_abort() == second
+    assert service.next_abort() == second
     completion = answer.result(WAIT_S)
     assert completion.id == "cmpl-mine"
     assert [choice.finish_reason for choice in completion.choices] == ["length", "abort"]
@@ -282,7 +281,7 @@ def test_the_placement_of_a_request_is_returned_if_asked_for(service, pool, path
     for asks in (True, False):
         body = {**prompt, "return_placement": asks, "stream": is_stream}
         answer = pool.submit(httpx.post, f"{service.url}/v1/{path}", json=body)
-        submission = service.controller.next_submission()
+        submission = service.submitted()
         service.front_end.placed(
             Placement(submission.request_id, 2, submission.arrival.prompt_len, ((0, 0), (1, 2)))
         )

@@ -74,7 +74,7 @@ def test_a_stream_goes_on_when_the_next_request_has_begun(service, begun):
     with connection(service) as client:
         client.settimeout(WAIT_S)
         client.sendall(post(b"1.1", stream=True, max_tokens=100_000))
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         service.instance.deliver(request, 0, HELLO[:1])
         client.sendall(text[:cut])
         answer = client.recv(4096)
@@ -120,7 +120,7 @@ def test_an_answers_id_is_that_of_all_its_prompts(service, is_stream, named):
     body = {"prompt": [[5], [6], [7]], "n": 2, "request_id": "mine", "stream": is_stream}
     with ThreadPoolExecutor() as pool, Client(service.address) as client:
         asked = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=WAIT_S)
-        submitted = [service.controller.next_submission() for _ in range(6)]
+        submitted = [service.submitted() for _ in range(6)]
         assert {each.arrival.client_id for each in submitted} == {"cmpl-mine"}
         service.instance.deliver(submitted[0].request_id, 0, HELLO[:1])
         # Another call with the id is refused, as it is beside one prompt.
@@ -132,7 +132,7 @@ def test_an_answers_id_is_that_of_all_its_prompts(service, is_stream, named):
         assert client.abort("cmpl-mine") == ("cmpl-mine",)
         answer = asked.result(WAIT_S)
         assert answer.status_code == 200 and answer.text.count('"abort"') == 6
-        assert sorted(service.controller.next_abort() for _ in range(6)) == [
+        assert sorted(service.next_abort() for _ in range(6)) == [
             each.request_id for each in submitted
         ]
         with pytest.raises(NotFound):

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from control_plane.frontend.http.served_model import ServedModel
+from harness.exact.settings import configured
 from harness.services.frontend_fakes import LIMITS, Service, make_config, running
 from harness.services.hash_service import CONFIG, hash_service, prompt
 
@@ -19,10 +20,9 @@ ORIGIN = "https://chat.example"
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    config = make_config()
-    cors = replace(config.service, cors_origins=(ORIGIN,))
     limits = replace(LIMITS, max_model_len=100)
-    with running(replace(config, service=cors), limits, model=MODEL) as service:
+    config = configured(make_config(), cors_origins=(ORIGIN,))
+    with running(config, limits, model=MODEL) as service:
         yield service
 
 
@@ -100,15 +100,12 @@ def test_only_pages_of_the_origins_may_call(service):
 
 
 def test_cached_tokens_are_those_whose_pages_were_in_the_cluster():
-    config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=1))
-    with hash_service(config) as service:
+    with hash_service(configured(CONFIG, num_instances=1)) as service:
         url = f"http://{service.http_address}/v1/completions"
 
         def usage(ids: list[int], **fields: object) -> dict[str, object]:
-            usage: dict[str, object] = httpx.post(
-                url, json={"prompt": ids, "max_tokens": 2, **fields}, timeout=60
-            ).json()["usage"]
-            return usage
+            body = {"prompt": ids, "max_tokens": 2, **fields}
+            return dict(httpx.post(url, json=body, timeout=60).json()["usage"])
 
         first = prompt(200, 1)
         assert usage(first)["prompt_tokens_details"] == {"cached_tokens": 0}

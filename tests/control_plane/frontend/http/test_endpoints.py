@@ -103,9 +103,7 @@ def test_what_the_scheduler_ends_before_a_token_is_a_status(
 ):
     body = {"prompt": [5], "stream": is_stream}
     answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body)
-    service.front_end.ended(
-        Ended(service.controller.next_submission().request_id, reason, "a sentence")
-    )
+    service.front_end.ended(Ended(service.next_request(), reason, "a sentence"))
     response = answer.result(WAIT_S)
     says = "; send the request again" if reason is FinishReason.FAILED else ""
     assert response.status_code == status
@@ -120,7 +118,7 @@ def test_what_fails_within_a_stream_is_an_event(service, client):
 
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(begin)
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         service.instance.deliver(request, 0, HELLO[:1])
         stream = iter(answer.result(WAIT_S))
         assert next(stream).choices[0].text
@@ -134,20 +132,20 @@ def test_what_fails_within_a_stream_is_an_event(service, client):
 def test_a_client_that_goes_away_aborts_every_choice(service, is_stream, num_tokens):
     with connection(service) as client:
         send(client, {"prompt": [[5], [6]], "n": 2, "max_tokens": 9, "stream": is_stream})
-        requests = [service.controller.next_submission().request_id for _ in range(4)]
+        requests = [service.next_request() for _ in range(4)]
         for request in requests[: 4 * num_tokens]:
             service.instance.deliver(request, 0, HELLO[:1])
         if is_stream and num_tokens:
             assert b"200 OK" in client.recv(1 << 16)
-    assert {service.controller.next_abort() for _ in range(4)} == set(requests)
+    assert {service.next_abort() for _ in range(4)} == set(requests)
 
 
 def test_a_client_that_does_not_read_loses_its_request():
     with running(make_config(max_undelivered_tokens=64), model=MODEL) as service:
         client = idle_reader(service)
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         flood(service, request)
-        assert service.controller.next_abort() == request
+        assert service.next_abort() == request
         # What it gets, should it ever read, says why.
         received = b""
         client.settimeout(WAIT_S)
@@ -163,7 +161,7 @@ def test_a_client_that_never_reads_is_cut(monkeypatch):
         running(make_config(max_undelivered_tokens=64), model=MODEL) as service,
         idle_reader(service),
     ):
-        flood(service, service.controller.next_submission().request_id)
+        flood(service, service.next_request())
         begun_s = time.monotonic()
         assert service.front_end.drain(), "a request of a client that reads nothing stays open"
         assert time.monotonic() - begun_s < WAIT_S
@@ -233,7 +231,7 @@ def test_streams_end_with_a_sentence_when_the_service_stops():
         answer: Future[Any] = pool.submit(
             client_of(service).completions.create, model="tiny", prompt=[5], stream=True
         )
-        request = service.controller.next_submission().request_id
+        request = service.next_request()
         service.instance.deliver(request, 0, HELLO[:1])
         stream = iter(answer.result(WAIT_S))
         next(stream)

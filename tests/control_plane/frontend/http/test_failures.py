@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,6 +10,7 @@ import pytest
 from control_plane.frontend.http.answers.chat import ChatWriter
 from control_plane.frontend.http.answers.completions import CompletionWriter, TextOffsets
 from control_plane.frontend.http.answers.token_names import TokenNames
+from harness.exact.settings import configured
 from harness.services.frontend_fakes import TOKENIZER, Service, make_config, running
 from harness.services.openai_service import HELLO, MODEL, connection, deliver
 from harness.waits import WAIT_S
@@ -21,8 +21,7 @@ ORIGIN = {"Origin": "https://page.example", "X-Request-Id": "mine"}
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    config = make_config()
-    config = replace(config, service=replace(config.service, cors_origins=(ORIGIN["Origin"],)))
+    config = configured(make_config(), cors_origins=(ORIGIN["Origin"],))
     with running(config, model=MODEL) as service:
         yield service
 
@@ -39,10 +38,7 @@ def test_a_failure_has_its_id_its_origin_and_an_end(service, pool, monkeypatch, 
     path, body = "completions", {"prompt": [5]}
     if writer is ChatWriter:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
-    asked = pool.submit(
-        httpx.post, f"{service.url}/v1/{path}", json=body | {"stream": is_stream}, headers=ORIGIN,
-        timeout=WAIT_S,
-    )  # fmt: skip
+    asked = pool.submit(service.post, path, body | {"stream": is_stream}, headers=ORIGIN)
     deliver(service, HELLO)
     answer = asked.result(WAIT_S)
     assert answer.headers["X-Request-Id"] == "mine"
@@ -77,9 +73,7 @@ def test_only_the_last_chunk_has_usage_and_the_others_null(service, pool, asks):
         options: dict[str, Any] = {"stream": True}
         if asks:
             options["stream_options"] = {"include_usage": True}
-        asked = pool.submit(
-            httpx.post, f"{service.url}/v1/{path}", json=body | options, timeout=WAIT_S
-        )
+        asked = pool.submit(service.post, path, body | options)
         deliver(service, HELLO)
         events = [line[6:] for line in asked.result(WAIT_S).text.splitlines() if line][:-1]
         usages = [json.loads(event).get("usage", "absent") for event in events]

@@ -52,10 +52,7 @@ OPENAI = {
     ChatRequest: chat_create_params.CompletionCreateParamsBase.__annotations__,
     CompletionRequest: completion_create_params.CompletionCreateParamsBase.__annotations__,
 }
-VLLM = {
-    ChatRequest: OF_BOTH + OF_CHATS,
-    CompletionRequest: OF_BOTH + OF_COMPLETIONS,
-}
+VLLM = {ChatRequest: OF_BOTH + OF_CHATS, CompletionRequest: OF_BOTH + OF_COMPLETIONS}
 BODIES: dict[type[GenerationRequest], tuple[str, dict[str, Any]]] = {
     ChatRequest: ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     CompletionRequest: ("completions", {"prompt": [5]}),

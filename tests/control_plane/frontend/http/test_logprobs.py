@@ -72,7 +72,7 @@ def test_prompt_logprobs_have_vllms_form(service, client, pool, is_chat):
         answer = pool.submit(
             client.completions.create, model="tiny", prompt="<s>user: \n", extra_body=extra
         )
-    first, second = (service.controller.next_submission() for _ in range(2))
+    first, second = (service.submitted() for _ in range(2))
     prompt_ids = list(first.prompt_ids)
     service.prefill.send_prompt_logprobs(first.request_id, 1, logprobs_of(2, len(prompt_ids) - 1))
     for submission in (first, second):
@@ -120,7 +120,7 @@ def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(
         )
 
     answer = pool.submit(complete)
-    submission = service.controller.next_submission()
+    submission = service.submitted()
     assert submission.arrival.max_tokens == max(max_tokens, 1) and submission.prompt_logprobs == 1
     prompt_ids = list(submission.prompt_ids)
     service.prefill.send_prompt_logprobs(

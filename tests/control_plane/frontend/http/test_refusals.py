@@ -107,8 +107,8 @@ def test_a_mistake_is_a_status_and_a_sentence_that_names_it(
 def test_one_bad_prompt_of_several_ends_the_others(service):
     response = httpx.post(f"{service.url}/v1/completions", json={"prompt": [[5], [6], [300]]})
     assert response.status_code == 400 and "prompt has 300" in response.json()["error"]["message"]
-    submitted = [service.controller.next_submission().request_id for _ in range(2)]
-    assert sorted(service.controller.next_abort() for _ in range(2)) == submitted
+    submitted = [service.next_request() for _ in range(2)]
+    assert sorted(service.next_abort() for _ in range(2)) == submitted
 
 
 @pytest.mark.parametrize(("content", "kind", "status", "sentence"), [

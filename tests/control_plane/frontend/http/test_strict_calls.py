@@ -7,7 +7,6 @@ from random import Random
 import httpx
 import jsonschema
 import pytest
-import tokenizers
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
@@ -27,10 +26,9 @@ from control_plane.frontend.http.tools.tool_schemas import property_of, types_of
 from control_plane.frontend.text.constraint import constraint_of
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.sampler import RowMasks, sample_rows
-from harness.services.frontend_fakes import TOKENIZER, running
+from harness.services.frontend_fakes import TOKENIZER, params_of, running, with_tokens
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import SamplingParams
-from nanocp.wire.rows import decode_row_input
 
 EOS = 1
 INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>",
@@ -67,14 +65,6 @@ def markers_of(form):
     return {*form.begins, form.end, *form.section, *INNER, *THINK}
 
 
-def tokenizer_with(markers):
-    tokenizer = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
-    tokenizer.add_tokens(
-        [tokenizers.AddedToken(marker, normalized=False) for marker in sorted(markers)]
-    )
-    return tokenizer
-
-
 def sampled(masks, tokenizer, grammar, begin, number):
     """Sample at temperature 1 from random logits, behind the beginning of a call."""
     num_tokens = tokenizer.get_vocab_size()
@@ -109,7 +99,7 @@ def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples)
     """Random logits are the hardest model; markers are tokens of their own, or texts."""
     form = CALL_FORMS[name]
     markers = frozenset(markers_of(form)) if are_tokens else frozenset()
-    tokenizer = tokenizer_with(markers)
+    tokenizer = with_tokens(*sorted(markers))
     library_tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=[EOS])
     masks = GrammarMasks(library_tokenizer, tokenizer.get_vocab_size(), [EOS])
     request = ClientRequest(
@@ -157,10 +147,10 @@ def test_only_auto_with_a_strict_tool_holds_text_to_tags():
             with ThreadPoolExecutor(1) as pool:
                 url = f"{service.url}/v1/chat/completions"
                 answer = pool.submit(httpx.post, url, json=body, timeout=60)
-                submission = service.controller.next_submission()
+                submission = service.submitted()
                 service.instance.deliver(submission.request_id, 0, [5, EOS], FinishReason.STOP)
                 assert answer.result(60).status_code == 200
-            constraint = decode_row_input(submission.arrival.row_start).params.constraint
+            constraint = params_of(submission).constraint
             assert ("arguments" in constraint) == bool(constraint) == is_held, constraint
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
-from harness.services.frontend_fakes import Service, running
+from harness.services.frontend_fakes import Service, params_of, running
 from harness.vllm.constraints import SCHEMA
 from nanocp.values.plan import FinishReason
-from nanocp.wire.rows import decode_row_input
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
 
@@ -44,10 +43,10 @@ def grammar_for(service: Service, path: str = "completions", **fields: Any) -> s
         )
         thread = Thread(target=lambda: client.send(request))
         thread.start()
-        submission = service.controller.next_submission()
+        submission = service.submitted()
         service.instance.deliver(submission.request_id, 0, [5], FinishReason.LENGTH)
         thread.join()
-    params = decode_row_input(submission.arrival.row_start).params
+    params = params_of(submission)
     assert 1 in params.stop_token_ids, "the end of sequence"
     return params.constraint
 

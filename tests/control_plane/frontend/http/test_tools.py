@@ -15,10 +15,9 @@ from llguidance import LLMatcher, LLTokenizer
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.call_forms import CALL_FORMS
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
-from harness.services.frontend_fakes import TOKENIZER, Service, running
+from harness.services.frontend_fakes import TOKENIZER, Service, params_of, running
 from nanocp.config.service import TOOL_CALL_PARSERS
 from nanocp.values.plan import FinishReason
-from nanocp.wire.rows import decode_row_input
 
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -52,7 +51,7 @@ def answered(service: Service, ask: Any, text: str, step: int = 7) -> tuple[Any,
     """What `ask` returns if the model says the text, in batches of tokens; and the submission."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
-        submission = service.controller.next_submission()
+        submission = service.submitted()
         ids = [*TOKENIZER.encode(text, add_special_tokens=False), 1]
         for first in range(0, len(ids), step):
             batch = ids[first : first + step]
@@ -126,7 +125,7 @@ def test_a_named_function_is_a_schema_of_the_answer(service, client):
     assert (call.function.name, call.function.arguments) == ("time", '{"zone":"CET"}')
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content is None
-    grammar = decode_row_input(submission.arrival.row_start).params.constraint
+    grammar = params_of(submission).constraint
     assert '"CET"' in grammar and '"city"' not in grammar
 
 
@@ -137,7 +136,7 @@ def test_required_calls_are_a_list(service, client):
     )
     (call,) = answer.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Ulm"}
-    grammar = decode_row_input(submission.arrival.row_start).params.constraint
+    grammar = params_of(submission).constraint
     assert '"weather"' in grammar and '"time"' in grammar
 
 
@@ -196,7 +195,7 @@ def test_an_answer_that_is_held_to_a_form_may_come_behind_reasoning(
         assert message.get("reasoning") == reasoning, message
         said = message.get("content") or message["tool_calls"][0]["function"]["arguments"]
         assert json.loads(said) == {"city": "<think>Ulm"}
-    grammar = decode_row_input(submission.arrival.row_start).params.constraint
+    grammar = params_of(submission).constraint
     matcher = LLMatcher(LLTokenizer(TOKENIZER._tokenizer.to_str(), eos_token=[1]), grammar)
     ids = TOKENIZER.encode(before + text, add_special_tokens=False)
     assert matcher.consume_tokens(ids) and matcher.is_accepting(), matcher.get_error()
@@ -220,7 +219,7 @@ def test_pydantic_classes_parse(service, client):
         '{"name":"Ulm","people":129942}',
     )
     assert answer.choices[0].message.parsed == City(name="Ulm", people=129942)
-    assert '"people"' in decode_row_input(submission.arrival.row_start).params.constraint
+    assert '"people"' in params_of(submission).constraint
 
 
 def test_earlier_calls_reach_the_template_as_objects(service, client):

@@ -2,11 +2,9 @@
 
 import pytest
 
-from control_plane.scheduler.invariants import check
 from control_plane.scheduler.pages.tiers import OwnPage
-from control_plane.scheduler.scheduler import Scheduler
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     CARRY_PAGE,
@@ -19,50 +17,31 @@ from nanocp.values.plan import (
     TransferDone,
     TransferFenced,
     TransferMissed,
-    WindowDone,
     WrittenPage,
 )
 
 
-class Story:
+class Story(FollowedScheduler):
     """One instance with few frames; a test says what is written and copied."""
 
     def __init__(self, num_frames=4, host_pages=8, file_pages=0, carry_pages=0, **config):
         cluster = ClusterConfig(num_instances=1, num_frames=num_frames, carry_pages=carry_pages)
         slots = {"offload_host_pages": host_pages, "offload_file_pages": file_pages}
-        self.scheduler = Scheduler(cluster, SchedulerConfig(**(slots | config)))
-        self.num_requests = 0
-        self.window = self.last_sent = -1
-        self.plan()
-
-    def plan(self, *events):
-        plan = self.scheduler.plan_window(events, self.window + 1)
-        if plan.window is not None:
-            self.last_sent = plan.window
-        check(self.scheduler)
-        return plan
+        super().__init__(cluster, **(slots | config))
 
     def submit(self, prompt, max_tokens=1, hashes=None):
-        self.num_requests += 1
         hashes = page_hashes(prompt) if hashes is None else hashes
-        return self.plan(Arrival(self.num_requests, len(prompt), max_tokens, page_hashes=hashes))
+        return self.arrive(len(prompt), max_tokens, page_hashes=hashes, needs_prefill=True)
 
-    def done(self, plan):
-        """All pages of the plan's tickets are where they should be."""
-        tickets = [each.ticket for each in (*plan.transfers, *plan.stows)]
-        return self.plan(*(TransferDone(ticket, 0) for ticket in tickets))
-
-    def step(self, *written):
-        """Report the oldest window in flight."""
-        self.window += 1
-        return self.plan(WindowDone(0, self.window, written=written))
+    def write(self, *pages):
+        """Report the oldest window in flight, in which these pages were written."""
+        return self.step(written=pages)
 
     def keep(self, prompt, hashes=None):
         """A request's pages are written and stowed, and it ends."""
-        self.done(self.done(self.submit(prompt, hashes=hashes)))
+        self.arrived(self.arrived(self.submit(prompt, hashes=hashes)))
         self.plan(AbortRequested(self.num_requests))
-        while self.window < self.last_sent:
-            self.step()
+        self.run_out()
 
     @property
     def slots(self):
@@ -84,13 +63,12 @@ def test_a_full_page_is_stowed_once_and_comes_back_when_its_frame_was_taken():
     story = Story()
     written = story.submit(prompt(1))
     assert not written.stows, "nothing is written yet"
-    (stow,) = story.done(written).stows
+    (stow,) = story.arrived(written).stows
     assert [slot for _, slot in stow.pages] == [0, 1]
     assert story.slots == [[], []], "a page that is being copied is not found"
     story.plan(TransferDone(stow.ticket, 0), AbortRequested(1))
     assert story.slots[0] == list(reversed(page_hashes(prompt(1))))
-    while story.window < story.last_sent:
-        story.step()
+    story.run_out()
     story.keep(prompt(2, num_pages=3))  # takes the frames
     plan = story.submit(prompt(1))
     (fetch,), (transfer,) = plan.fetches, plan.transfers
@@ -101,13 +79,12 @@ def test_a_full_page_is_stowed_once_and_comes_back_when_its_frame_was_taken():
 
 def test_a_frame_is_quarantined_until_its_copy_is_answered():
     story = Story()
-    (stow,) = story.done(story.submit(prompt(1))).stows
+    (stow,) = story.arrived(story.submit(prompt(1))).stows
     story.plan(AbortRequested(1))
-    while story.window < story.last_sent:
-        story.step()
-    assert story.scheduler.requests.loads()[0].frames_quarantined == 2
+    story.run_out()
+    assert story.quarantined() == [2]
     story.plan(TransferDone(stow.ticket, 0))
-    assert story.scheduler.requests.loads()[0].frames_free == 4
+    assert story.free() == [4]
 
 
 def test_pages_in_frames_are_shared_there_and_count_as_used():
@@ -137,7 +114,7 @@ def test_a_page_that_is_fetched_is_not_given_up_before_its_ticket_is_over():
     fetching = story.submit(prompt(1))
     (fetch,) = fetching.fetches
     written = story.submit([3] * 65)
-    assert not story.done(written).stows, "both slots are read"
+    assert not story.arrived(written).stows, "both slots are read"
     assert story.slots[0] == used(1)
     story.plan(TransferDone(fetch.ticket, 0))
     assert not story.scheduler.offload.pins
@@ -145,28 +122,28 @@ def test_a_page_that_is_fetched_is_not_given_up_before_its_ticket_is_over():
 
 def test_output_pages_are_found_even_if_they_are_reported_after_the_end():
     story = Story(num_frames=4)
-    story.done(story.submit([5] * 60, max_tokens=6))
+    story.arrived(story.submit([5] * 60, max_tokens=6))
     for _ in range(4):
         story.step()
     story.plan(AbortRequested(1))
     assert not story.scheduler._state.requests
     ids = [5] * 64
     (page_hash,) = page_hashes([*ids, 0])
-    (stow,) = story.step(WrittenPage(1, 0, 0, page_hash)).stows
+    (stow,) = story.write(WrittenPage(1, 0, 0, page_hash)).stows
     story.plan(TransferDone(stow.ticket, 0))
     assert story.slots[0] == [page_hash]
 
 
 def test_a_report_of_another_attempt_is_ignored():
     story = Story(num_frames=4)
-    story.done(story.submit([5] * 60, max_tokens=6))
+    story.arrived(story.submit([5] * 60, max_tokens=6))
     (page_hash,) = page_hashes([5] * 65)
-    assert not story.step(WrittenPage(1, 1, 0, page_hash)).stows
+    assert not story.write(WrittenPage(1, 1, 0, page_hash)).stows
 
 
 def test_what_an_instance_could_not_write_is_never_found():
     story = Story()
-    (stow,) = story.done(story.submit(prompt(1))).stows
+    (stow,) = story.arrived(story.submit(prompt(1))).stows
     story.plan(TransferFenced(stow.ticket, 0))
     assert story.slots == [[], []]
 
@@ -201,7 +178,7 @@ def preempted(**config):
 
 def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
     story, (request_id, num_tokens, *_), stow = preempted()
-    assert len(stow.pages) == 1 and story.scheduler.requests.loads()[0].frames_quarantined == 1
+    assert len(stow.pages) == 1 and story.quarantined() == [1]
     story.plan(TransferDone(stow.ticket, 0))
     assert story.slots[0] == [OwnPage(request_id, stow.ticket, 0)]
     plan = come_back(story, request_id, num_tokens)
@@ -214,8 +191,7 @@ def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
 def come_back(story, request_id, num_tokens):
     """The other request ends, and the one that is away comes with so many tokens."""
     story.plan(AbortRequested(3 - request_id))
-    while story.window < story.last_sent:
-        story.step()
+    story.run_out()
     return story.plan(Arrival(request_id, num_tokens, 20, resumes=True))
 
 
@@ -232,7 +208,7 @@ def test_a_preempted_request_comes_back_with_its_state(host_pages, num_more, sto
     story, (request_id, num_tokens, *_), stow = preempted(carry_pages=2, host_pages=host_pages)
     frames = [frame for frame, _ in stow.pages]
     assert len(frames) == stowed and all(frame >= 2 for frame in frames[1:]), "behind KV"
-    assert story.scheduler.requests.loads()[0].frames_quarantined == 1
+    assert story.quarantined() == [1]
     story.plan(TransferDone(stow.ticket, 0))
     plan = come_back(story, request_id, num_tokens + num_more)
     pages = [page for fetch in plan.fetches for page in fetch.pages]
@@ -249,7 +225,7 @@ def test_pages_of_two_copies_do_not_come_together():
     story = Story(carry_pages=2)
     story.submit([1] * 50, max_tokens=40)
     story.plan(TransferDone(1, 0))
-    request, offload = story.scheduler._state.requests[1], story.scheduler.offload
+    request, offload = story.request(), story.scheduler.offload
     (first, _), (second, _) = offload.stow_all(request), offload.stow_all(request)
     story.plan(TransferDone(first, 0))
     assert story.slots[0] == []
@@ -283,8 +259,7 @@ def test_a_preempted_request_that_ends_while_it_waits_is_forgotten(end, is_copie
 def test_a_preempted_request_that_stays_away_stops_others_for_a_bounded_time():
     story, (request_id, *_), stow = preempted()
     story.plan(TransferDone(stow.ticket, 0), AbortRequested(3 - request_id))
-    while story.window < story.last_sent:
-        story.step()
+    story.run_out()
     assert not story.submit([3] * 50).transfers, "it has tokens to continue, and goes first"
     assert story.scheduler.plan_window([], 1000).transfers
 
@@ -295,8 +270,7 @@ def test_pages_that_wait_to_be_stowed_are_no_more_than_frames():
         plan = story.submit([number] * 65)
         story.plan(*(TransferDone(each.ticket, 0) for each in plan.transfers))  # no copy
         story.plan(AbortRequested(story.num_requests))
-        while story.window < story.last_sent:
-            story.step()
+        story.run_out()
     offload = story.scheduler.offload
     assert len(offload._copying) == 16
     assert list(offload._queued[0]) == [page_hashes([n] * 65)[0] for n in range(30, 50)]
@@ -304,11 +278,11 @@ def test_pages_that_wait_to_be_stowed_are_no_more_than_frames():
 
 def test_a_row_that_starts_again_before_a_page_that_others_may_find_gets_new_frames():
     story = Story(num_frames=4)
-    story.done(story.submit([5] * 60, max_tokens=20))
+    story.arrived(story.submit([5] * 60, max_tokens=20))
     (page_hash,) = page_hashes([5] * 65)
     for _ in range(5):
         story.step()
-    story.step(WrittenPage(1, 0, 0, page_hash))
+    story.write(WrittenPage(1, 0, 0, page_hash))
     story.plan(TermEnded())
     story.plan(Regrouped(2))
     # The front end has lost the last tokens, and the row may sample others this time.
@@ -327,10 +301,9 @@ def test_a_lost_instance_loses_its_slots():
 
 def test_copies_that_were_under_way_when_a_term_ended_count_for_nothing():
     story = Story()
-    (stow,) = story.done(story.submit(prompt(1))).stows
+    (stow,) = story.arrived(story.submit(prompt(1))).stows
     assert len(story.scheduler.offload.tiers[0][0].free) == 6
-    story.scheduler.plan_window([Regrouped(2), Resubmitted()], story.window + 1)
-    check(story.scheduler)
+    story.plan(Regrouped(2), Resubmitted())
     assert len(story.scheduler.offload.tiers[0][0].free) == 8
     story.plan(TransferDone(stow.ticket, 0))
     assert story.slots == [[], []]
@@ -339,4 +312,4 @@ def test_copies_that_were_under_way_when_a_term_ended_count_for_nothing():
 @pytest.mark.parametrize("host_pages", [0, 4])
 def test_without_slots_nothing_is_copied(host_pages):
     story = Story(host_pages=host_pages)
-    assert bool(story.done(story.submit(prompt(1))).stows) == bool(host_pages)
+    assert bool(story.arrived(story.submit(prompt(1))).stows) == bool(host_pages)

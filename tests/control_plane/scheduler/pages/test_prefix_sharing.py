@@ -2,10 +2,9 @@
 
 import pytest
 
-from control_plane.scheduler.invariants import _pages, check
-from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.invariants import _pages
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     AbortRequested,
@@ -14,52 +13,24 @@ from nanocp.values.plan import (
     TargetRun,
     TransferDone,
     TransferFenced,
-    WindowDone,
 )
 from nanocp.values.table_changes import PageRun
 
 PROMPT = list(range(300))
 
 
-class Story:
+class Story(FollowedScheduler):
     """A small cluster: a test submits prompts, says when pages are written, plays the instances."""
 
     def __init__(self, num_frames=40, num_instances=2, bounds=None, **config):
         cluster = ClusterConfig(
             num_instances=num_instances, num_frames=num_frames, bounds=bounds or BoundsConfig()
         )
-        buckets = {"cp_degree_buckets": ((10_000, 1),)}
-        self.scheduler = Scheduler(cluster, SchedulerConfig(**(buckets | config)))
-        self.num_instances = num_instances
-        self.window = self.last_sent = -1
-        self.num_requests = 0
-        self.plan()
-
-    def plan(self, *events):
-        plan = self.scheduler.plan_window(events, self.window + 1)
-        if plan.window is not None:
-            self.last_sent = plan.window
-        check(self.scheduler)
-        return plan
+        super().__init__(cluster, **({"cp_degree_buckets": ((10_000, 1),)} | config))
 
     def submit(self, prompt, max_tokens=30):
-        self.num_requests += 1
-        return self.plan(
-            Arrival(self.num_requests, len(prompt), max_tokens, page_hashes=page_hashes(prompt))
-        )
-
-    def write(self, plan):
-        """The pages of the plan's one transfer arrive."""
-        (transfer,) = plan.transfers
-        return self.plan(
-            *(TransferDone(transfer.ticket, instance) for instance in transfer.receivers)
-        )
-
-    def step(self, *events):
-        """Report the oldest window in flight from every instance; then the scheduler plans."""
-        instances = range(self.num_instances if self.window < self.last_sent else 0)
-        self.window += bool(instances)
-        return self.plan(*events, *(WindowDone(instance, self.window) for instance in instances))
+        hashes = page_hashes(prompt)
+        return self.arrive(len(prompt), max_tokens, needs_prefill=True, page_hashes=hashes)
 
     def abort(self, request_id):
         """It ends, and everybody reports the windows that were sent."""
@@ -67,16 +38,13 @@ class Story:
         for _ in range(2):
             self.step()
 
-    def request(self, request_id):
-        return self.scheduler._state.requests[request_id]
-
     def total(self, name):
-        return sum(getattr(load, name) for load in self.scheduler.requests.loads())
+        return sum(self.loads(name))
 
 
 def test_pages_that_begin_alike_are_shared_and_only_the_others_are_written():
     story = Story()
-    story.write(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
     frames, tokens = story.total("frames_committed"), story.total("kv_tokens")
     plan = story.submit([*PROMPT[:200], *range(1000, 1050)])
     (transfer,) = plan.transfers
@@ -98,7 +66,7 @@ def test_pages_that_begin_alike_are_shared_and_only_the_others_are_written():
         192,
         192 / 550,
     )
-    story.write(plan)
+    story.arrived(plan)
     assert (
         PageRun(2, 0, 3, first[0].frame) in story.step().instances[second[0].instance].changes.pages
     )
@@ -106,7 +74,7 @@ def test_pages_that_begin_alike_are_shared_and_only_the_others_are_written():
 
 def test_a_prompt_that_is_there_up_to_its_last_token_needs_no_transfer():
     story = Story(num_instances=1)
-    story.write(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
     plan = story.submit(PROMPT[:257])
     assert not plan.transfers and story.request(2).num_shared == 4
     assert story.submit(PROMPT[:256]).transfers[0].targets[0].first_page == 3, (
@@ -119,10 +87,10 @@ def test_a_page_is_shared_once_its_receivers_have_it_and_not_before():
     first = story.submit(PROMPT)
     second = story.submit(PROMPT)
     assert second.transfers[0].targets[0].first_page == 0, "the first is still being written"
-    story.write(second)
+    story.arrived(second)
     assert story.submit(PROMPT).transfers[0].targets[0].first_page == 4
     assert story.request(3).runs[0].frame == story.request(2).runs[0].frame
-    story.write(first)
+    story.arrived(first)
 
 
 def test_a_failed_prefill_leaves_nothing_to_share():
@@ -135,13 +103,13 @@ def test_a_failed_prefill_leaves_nothing_to_share():
 
 def test_pages_outlive_their_request_until_their_frames_are_needed():
     story = Story(num_frames=8, num_instances=1)
-    story.write(story.submit(PROMPT, max_tokens=1))
+    story.arrived(story.submit(PROMPT, max_tokens=1))
     story.abort(1)
     assert story.total("frames_free") == 8
     story.submit(PROMPT[:257], max_tokens=1)
     assert story.request(2).num_shared == 4 and story.total("frames_free") == 3
     story.abort(2)
-    story.write(story.submit([7] * 380, max_tokens=1))
+    story.arrived(story.submit([7] * 380, max_tokens=1))
     story.abort(3)
     story.submit(PROMPT, max_tokens=1)
     assert story.request(4).num_shared == 2, (
@@ -151,7 +119,7 @@ def test_pages_outlive_their_request_until_their_frames_are_needed():
 
 def test_a_frame_is_free_when_nobody_reads_it_any_more():
     story = Story(num_frames=8, num_instances=1)
-    story.write(story.submit(PROMPT, max_tokens=1000 // 16))
+    story.arrived(story.submit(PROMPT, max_tokens=1000 // 16))
     story.submit(PROMPT[:257], max_tokens=60)
     story.abort(1)
     assert story.total("frames_committed") == 5, (
@@ -170,13 +138,13 @@ def test_a_frame_is_free_when_nobody_reads_it_any_more():
 
 def test_a_request_goes_where_its_prefix_is_and_a_hot_prefix_is_soon_in_several_places():
     story = Story(num_instances=4, num_frames=100)
-    story.write(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
     home = story.request(1).moe_binding
     for _ in range(11):
         plan = story.submit(PROMPT)
         if plan.transfers and story.request(story.num_requests).num_shared == 0:
-            story.write(plan)
-    rows = [load.num_rows for load in story.scheduler.requests.loads()]
+            story.arrived(plan)
+    rows = story.loads("num_rows")
     assert story.request(2).moe_binding == home and max(rows) - min(rows) <= 1, rows
     assert sum(story.request(number).num_shared > 0 for number in range(1, 13)) == 8, (
         "each of four wrote it once"
@@ -187,7 +155,7 @@ def test_a_request_goes_where_its_prefix_is_and_a_hot_prefix_is_soon_in_several_
 def test_sharing_raises_the_peak_by_two_prompt_lengths_and_no_more(load, is_shared):
     """The prefix of 300 tokens is where the load is; the policy would place it elsewhere."""
     story = Story(num_frames=100)
-    story.write(story.submit(PROMPT, max_tokens=1))
+    story.arrived(story.submit(PROMPT, max_tokens=1))
     home = story.request(1).moe_binding
 
     policy = story.scheduler._policy
@@ -199,7 +167,7 @@ def test_sharing_raises_the_peak_by_two_prompt_lengths_and_no_more(load, is_shar
         )
 
     place_at(home)
-    story.write(story.submit([5] * load, max_tokens=1))
+    story.arrived(story.submit([5] * load, max_tokens=1))
     place_at(1 - home)
     story.submit(PROMPT)
     assert (story.request(3).num_shared > 0) == is_shared
@@ -215,7 +183,7 @@ def test_every_policy_is_drawn_to_a_split_prefix(policy):
         num_instances=4, policy=policy, cp_degree_buckets=((200, 1), (2000, 2)), num_frames=200
     )
     prompt = list(range(1000))
-    story.write(story.submit(prompt))
+    story.arrived(story.submit(prompt))
     story.submit([*prompt[:900], 5])
     assert story.request(2).num_shared == 14
     shared = [page for page in _pages(story.request(2).runs) if page[0] < 14]
@@ -225,7 +193,7 @@ def test_every_policy_is_drawn_to_a_split_prefix(policy):
 
 def test_a_request_that_cannot_share_within_the_bounds_is_placed_without():
     story = Story(bounds=BoundsConfig(max_rows=1, max_attention_rows=1))
-    story.write(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
     story.submit(PROMPT)
     assert (
         story.request(2).num_shared == 0
@@ -235,8 +203,8 @@ def test_a_request_that_cannot_share_within_the_bounds_is_placed_without():
 
 def test_a_page_that_moves_is_shared_no_more_by_its_request():
     story = Story()
-    story.write(story.submit(PROMPT))
-    story.write(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
     for _ in range(4):
         story.step()
     home = story.request(2).runs[0].instance
@@ -261,7 +229,7 @@ def test_a_page_that_moves_is_shared_no_more_by_its_request():
 
 def test_without_prefix_sharing_and_without_hashes_nothing_is_shared():
     story = Story(prefix_sharing=False)
-    story.write(story.submit(PROMPT))
+    story.arrived(story.submit(PROMPT))
     story.submit(PROMPT)
     assert story.request(2).num_shared == 0 and story.scheduler.prefix_sharing.hit_rate == 0
 

@@ -4,41 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.registry import make_policy
-from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_clusters import hash_cluster
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=256, max_model_len=65_536
 )
 
 
-def make_scheduler(policy, cluster=TWO_NODES):
-    return Scheduler(cluster, SchedulerConfig(policy=policy))
-
-
-def arrive(scheduler, *prompt_lens, max_tokens=8):
-    first = scheduler.requests.num_running + scheduler.requests.num_waiting + 1
-    plan = scheduler.plan_window(
-        [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
-    )
-    check(scheduler)
-    return plan
-
-
 def test_least_batch_levels_rows_and_least_cache_levels_kv():
     lengths = [4000] * 4 + [64] * 60
     rows, kv_tokens = {}, {}
     for policy in ("least_batch", "least_cache"):
-        scheduler = make_scheduler(policy)
-        arrive(scheduler, *lengths)
-        rows[policy] = [load.num_rows for load in scheduler.requests.loads()]
-        kv_tokens[policy] = [load.kv_tokens for load in scheduler.requests.loads()]
-        assert all(scheduler.requests.placement(i).cp_degree == 1 for i in range(1, 65))
+        scheduler = FollowedScheduler(TWO_NODES, policy=policy)
+        scheduler.arrive_all(*lengths)
+        rows[policy] = scheduler.loads("num_rows")
+        kv_tokens[policy] = scheduler.loads("kv_tokens")
+        assert all(scheduler.placement(i).cp_degree == 1 for i in range(1, 65))
     assert rows["least_batch"] == [8] * 8
     assert max(kv_tokens["least_batch"]) > 4000 and min(kv_tokens["least_batch"]) < 600
     # The other four get all the short ones, and still hold less than one long request.
@@ -47,58 +32,55 @@ def test_least_batch_levels_rows_and_least_cache_levels_kv():
 
 
 def test_round_robin_takes_instances_in_turn_whatever_they_hold():
-    scheduler = make_scheduler("round_robin")
-    arrive(scheduler, *([4000] + [64] * 7) * 2)
-    assert [scheduler.requests.placement(i).moe_binding for i in range(1, 17)] == [
-        *range(1, 8),
-        0,
-    ] * 2
-    assert sorted(load.kv_tokens for load in scheduler.requests.loads())[-1] > 8000
+    scheduler = FollowedScheduler(TWO_NODES, policy="round_robin")
+    scheduler.arrive_all(*([4000] + [64] * 7) * 2)
+    assert [scheduler.placement(i).moe_binding for i in range(1, 17)] == [*range(1, 8), 0] * 2
+    assert sorted(scheduler.loads("kv_tokens"))[-1] > 8000
 
 
 @pytest.mark.parametrize("policy", ["least_batch", "least_cache", "round_robin"])
 def test_a_request_level_policy_spans_only_what_no_instance_could_ever_hold(policy):
-    scheduler = make_scheduler(policy)
-    arrive(scheduler, 250 * 64, 256 * 64 * 2 + 1)
-    assert scheduler.requests.placement(1).cp_degree == 1
-    assert scheduler.requests.placement(2).cp_degree >= 3
+    scheduler = FollowedScheduler(TWO_NODES, policy=policy)
+    scheduler.arrive_all(250 * 64, 256 * 64 * 2 + 1)
+    assert scheduler.placement(1).cp_degree == 1
+    assert scheduler.placement(2).cp_degree >= 3
 
 
 def test_a_request_level_policy_leaves_a_long_request_waiting_beside_free_memory():
     """Figure 5c: every instance has 156 of 256 frames free, and a request of 200 pages waits."""
     waiting = {}
     for policy in ("least_batch", "least_cache", "dual_balanced"):
-        scheduler = make_scheduler(policy)
-        arrive(scheduler, *[99 * 64] * 8)
-        arrive(scheduler, 200 * 64)
-        waiting[policy] = scheduler.requests.num_waiting
+        scheduler = FollowedScheduler(TWO_NODES, policy=policy)
+        scheduler.arrive_all(*[99 * 64] * 8)
+        scheduler.arrive_all(200 * 64)
+        waiting[policy] = scheduler.scheduler.requests.num_waiting
     assert waiting == {"least_batch": 1, "least_cache": 1, "dual_balanced": 0}
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_uniform_cp_puts_every_request_over_one_whole_group_in_equal_shares(degree):
-    scheduler = make_scheduler(f"uniform_cp:{degree}")
-    arrive(scheduler, *[64 * 9] * 16)
+    scheduler = FollowedScheduler(TWO_NODES, policy=f"uniform_cp:{degree}")
+    scheduler.arrive_all(*[64 * 9] * 16)
     for request_id in range(1, 17):
-        members = [instance for instance, _ in scheduler.requests.placement(request_id).kv_split()]
+        members = [instance for instance, _ in scheduler.placement(request_id).kv_split()]
         first = members[0] // degree * degree
         assert members == list(range(first, first + degree))
-        pages = [count for _, count in scheduler.requests.placement(request_id).kv_split()]
+        pages = [count for _, count in scheduler.placement(request_id).kv_split()]
         assert max(pages) - min(pages) <= 1
-    assert [load.num_rows for load in scheduler.requests.loads()] == [2] * 8
+    assert scheduler.loads("num_rows") == [2] * 8
 
 
 def test_uniform_cp_grows_round_its_group():
-    scheduler = make_scheduler("uniform_cp:4")
-    arrive(scheduler, 64, max_tokens=64 * 12)
-    assert scheduler.requests.placement(1).kv_split(64 * 12) == ((0, 3), (1, 3), (2, 3), (3, 3))
+    scheduler = FollowedScheduler(TWO_NODES, policy="uniform_cp:4")
+    scheduler.arrive_all(64, max_tokens=64 * 12)
+    assert scheduler.placement(1).kv_split(64 * 12) == ((0, 3), (1, 3), (2, 3), (3, 3))
 
 
 def test_any_node_takes_the_least_loaded_of_the_whole_cluster():
-    scheduler = make_scheduler("dual_balanced_any_node")
-    arrive(scheduler, 200, 1000, 1000, 1000, 200, 1000, 8192)
-    assert [instance for instance, _ in scheduler.requests.placement(7).kv_split()] == [0, 4, 6, 7]
-    assert max(load.kv_tokens for load in scheduler.requests.loads()) <= 8192 // 4 + 400
+    scheduler = FollowedScheduler(TWO_NODES, policy="dual_balanced_any_node")
+    scheduler.arrive_all(200, 1000, 1000, 1000, 200, 1000, 8192)
+    assert [instance for instance, _ in scheduler.placement(7).kv_split()] == [0, 4, 6, 7]
+    assert max(scheduler.loads("kv_tokens")) <= 8192 // 4 + 400
 
 
 @pytest.mark.parametrize(("policy", "named"), [

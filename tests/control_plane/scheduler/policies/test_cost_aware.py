@@ -5,16 +5,14 @@ from random import Random
 
 import pytest
 
-from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.cost_aware import CostAware
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.cluster_state import ClusterState
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.costs.cost import CostModel
-from nanocp.values.plan import Arrival
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=1024, max_model_len=262_144
@@ -28,33 +26,19 @@ COSTS = CostConfig(
 )
 
 
-def make_scheduler(cluster=TWO_NODES, costs=COSTS, buckets=((2000, 1),)):
-    return Scheduler(
-        cluster,
-        SchedulerConfig(
-            policy="cost_aware", costs=costs, cp_degree_buckets=buckets, cp_degree_max=4
-        ),
+def make_scheduler(cluster=TWO_NODES, costs=COSTS, policy="cost_aware"):
+    buckets = ((2000, 1),)
+    return FollowedScheduler(
+        cluster, policy=policy, costs=costs, cp_degree_buckets=buckets, cp_degree_max=4
     )
-
-
-def arrive(scheduler, *prompt_lens, max_tokens=8):
-    first = scheduler.requests.num_running + scheduler.requests.num_waiting + 1
-    scheduler.plan_window(
-        [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
-    )
-    check(scheduler)
-
-
-def kv_of(scheduler):
-    return [load.kv_tokens for load in scheduler.requests.loads()]
 
 
 def test_short_requests_stay_on_one_instance_and_level_both_rows_and_kv():
     scheduler = make_scheduler()
     random = Random(1)
-    arrive(scheduler, *(random.randrange(10, 1900) for _ in range(240)))
-    assert all(scheduler.requests.placement(i).cp_degree == 1 for i in range(1, 241))
-    rows, kv_tokens = [load.num_rows for load in scheduler.requests.loads()], kv_of(scheduler)
+    scheduler.arrive_all(*(random.randrange(10, 1900) for _ in range(240)))
+    assert all(scheduler.placement(i).cp_degree == 1 for i in range(1, 241))
+    rows, kv_tokens = scheduler.loads("num_rows"), scheduler.loads("kv_tokens")
     assert max(rows) - min(rows) <= 8
     assert max(kv_tokens) <= 1.05 * sum(kv_tokens) / 8
 
@@ -80,13 +64,13 @@ def test_the_load_of_an_instance_has_the_exchange_that_the_cost_model_charges(fo
 def test_a_long_request_goes_round_a_loaded_instance():
     """Two nodes, and links between them dear: the second goes where the first is not."""
     scheduler = make_scheduler(costs=replace(COSTS, exchange_tokens_between_nodes=1_000_000))
-    arrive(scheduler, 30_000)
-    first = scheduler.requests.placement(1)
+    scheduler.arrive_all(30_000)
+    first = scheduler.placement(1)
     assert first.cp_degree == 4, "alone, a node's instances share it: 30,000 / 4 beats 30,000 / 2"
-    arrive(scheduler, 30_000)
-    assert not set(dict(first.kv_split())) & set(
-        dict(scheduler.requests.placement(2).kv_split())
-    ), "the other node is empty"
+    scheduler.arrive_all(30_000)
+    assert not set(dict(first.kv_split())) & set(dict(scheduler.placement(2).kv_split())), (
+        "the other node is empty"
+    )
 
 
 def test_nodes_are_spanned_when_that_pays_and_only_then():
@@ -95,22 +79,22 @@ def test_nodes_are_spanned_when_that_pays_and_only_then():
     degrees = {}
     for name, costs in (("cheap", COSTS), ("dear", dear)):
         scheduler = make_scheduler(costs=costs)
-        arrive(scheduler, big)
-        degrees[name] = scheduler.requests.placement(1).cp_degree
+        scheduler.arrive_all(big)
+        degrees[name] = scheduler.placement(1).cp_degree
     assert degrees == {"cheap": 8, "dear": 4}
 
 
 def test_a_dear_exchange_keeps_a_request_where_it_is():
     scheduler = make_scheduler(costs=replace(COSTS, exchange_tokens=10**9))
-    arrive(scheduler, 20_000)
-    assert scheduler.requests.placement(1).cp_degree == 1
+    scheduler.arrive_all(20_000)
+    assert scheduler.placement(1).cp_degree == 1
 
 
 def test_what_no_instance_holds_is_spread_over_as_many_as_it_needs():
     small = replace(TWO_NODES, num_frames=100)
     scheduler = make_scheduler(small, replace(COSTS, exchange_tokens=10**9))
-    arrive(scheduler, 64 * 350)
-    assert scheduler.requests.placement(1).cp_degree >= 4
+    scheduler.arrive_all(64 * 350)
+    assert scheduler.placement(1).cp_degree >= 4
 
 
 def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
@@ -118,13 +102,10 @@ def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
     lengths = [random.choice([500, 800, 1500, 20_000, 60_000]) for _ in range(60)]
     peaks = {}
     for policy in ("cost_aware", "dual_balanced"):
-        config = SchedulerConfig(
-            policy=policy, costs=COSTS, cp_degree_buckets=((2000, 1),), cp_degree_max=4
-        )
-        scheduler = Scheduler(replace(TWO_NODES, num_frames=3072), config)
+        scheduler = make_scheduler(replace(TWO_NODES, num_frames=3072), policy=policy)
         for length in lengths:
-            arrive(scheduler, length)
-        peaks[policy] = max(kv_of(scheduler))
+            scheduler.arrive_all(length)
+        peaks[policy] = max(scheduler.loads("kv_tokens"))
     assert peaks["cost_aware"] < peaks["dual_balanced"]
 
 
@@ -132,8 +113,8 @@ def test_equal_histories_give_equal_placements():
     def placements():
         scheduler, random = make_scheduler(), Random(3)
         for _ in range(50):
-            arrive(scheduler, random.randrange(10, 40_000))
-        return [scheduler.requests.placement(i) for i in range(1, 51)]
+            scheduler.arrive_all(random.randrange(10, 40_000))
+        return [scheduler.placement(i) for i in range(1, 51)]
 
     assert placements() == placements()
 
@@ -147,7 +128,7 @@ def test_a_phase_counts_against_its_own_mean():
     """A row costs 1% of an instance's KV, yet rows are level: a step waits for both phases."""
     scheduler = make_scheduler(costs=replace(COSTS, dispatch_tokens_per_row=10))
     random = Random(2)
-    arrive(scheduler, *(1000 for _ in range(8)))
-    arrive(scheduler, *(random.randrange(10, 1900) for _ in range(240)))
-    rows = [load.num_rows for load in scheduler.requests.loads()]
+    scheduler.arrive_all(*(1000 for _ in range(8)))
+    scheduler.arrive_all(*(random.randrange(10, 1900) for _ in range(240)))
+    rows = scheduler.loads("num_rows")
     assert max(rows) - min(rows) <= 2

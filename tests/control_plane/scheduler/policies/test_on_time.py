@@ -6,12 +6,11 @@ from random import Random
 import pytest
 
 from control_plane.scheduler.explanation import Explainer
-from control_plane.scheduler.invariants import check
-from control_plane.scheduler.scheduler import Scheduler
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import AbortRequested, Arrival, TransferDone, WindowDone
+from nanocp.values.plan import AbortRequested, Arrival, TransferDone
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=512, max_model_len=131_072
@@ -28,85 +27,75 @@ COSTS = CostConfig(
 """A token takes a millisecond to arrive, links cost something, and rows by far the most."""
 
 
-def make_scheduler(targets, cluster=ONE_NODE, costs=COSTS, explainer=None):
-    config = SchedulerConfig(
-        policy="cost_aware", costs=costs, cp_degree_buckets=((5000, 1),), ttft_targets=targets
-    )
-    return Scheduler(cluster, config, explainer)
-
-
-class Cluster:
+class Cluster(FollowedScheduler):
     """A scheduler, and what its instances confirm."""
 
-    def __init__(self, *args, **knobs):
-        self.scheduler = make_scheduler(*args, **knobs)
-        self.num_arrived = self.num_calls = 0
-        self.check_every = 1
+    def __init__(self, targets, cluster=ONE_NODE, costs=COSTS, explainer=None):
+        super().__init__(
+            cluster, explainer, policy="cost_aware", costs=costs, cp_degree_buckets=((5000, 1),),
+            ttft_targets=targets,
+        )  # fmt: skip
         self.under_way = {}
         """Ticket -> receivers that have not confirmed."""
-        self.windows = []
 
-    def call(self, *events):
-        plan = self.scheduler.plan_window(events, 0)
+    def plan(self, *events):
+        plan = super().plan(*events)
         self.under_way |= {ticket.ticket: list(ticket.receivers) for ticket in plan.transfers}
-        if plan.window is not None:
-            self.windows.append(plan.window)
-        self.num_calls += 1
-        if self.num_calls % self.check_every == 0:
-            check(self.scheduler)
         return plan
 
-    def arrive(self, prompt_len, max_tokens=8, needs_prefill=True, **knobs):
-        self.num_arrived += 1
-        arrival = Arrival(self.num_arrived, prompt_len, max_tokens, b"", needs_prefill, **knobs)
-        self.call(arrival)
-        return self.scheduler.requests.placement(self.num_arrived)
+    def place(self, prompt_len, max_tokens=8, needs_prefill=True, **fields):
+        self.arrive(prompt_len, max_tokens, needs_prefill=needs_prefill, **fields)
+        return self.placement(self.num_requests)
+
+    def arriving(self):
+        """Tokens that are under way to each instance."""
+        return self.scheduler._state.loads.arriving_tokens
 
     def confirm(self, ticket):
         for instance in self.under_way.pop(ticket):
-            self.call(TransferDone(ticket, instance))
+            self.plan(TransferDone(ticket, instance))
 
 
 def test_a_prompt_is_spread_over_as_few_nics_as_are_there_in_time():
-    assert Cluster(()).arrive(1000).cp_degree == 1
+    assert Cluster(()).place(1000).cp_degree == 1
     # 16 pages are 1,024 tokens: 512 ms through two NICs, 384 through three, 256 through four.
     for target_ms, degree in ((1100, 1), (600, 2), (400, 3), (300, 4), (1, 4)):
-        assert Cluster(((0, target_ms),)).arrive(1000).cp_degree == degree, target_ms
+        assert Cluster(((0, target_ms),)).place(1000).cp_degree == degree, target_ms
 
 
 def test_a_short_prompt_goes_past_a_nic_that_is_busy_and_comes_back_once_it_is_not():
     cluster = Cluster(((0, 500),))
     for _ in range(8):
-        cluster.arrive(100, needs_prefill=False)
+        cluster.place(100, needs_prefill=False)
     # All have two rows. This one waits for its KV, and counts as a row.
-    first = cluster.arrive(440).moe_binding
-    assert cluster.scheduler.requests.decided[0].loads.arriving_tokens[first] == 439
-    others = [cluster.arrive(400).moe_binding for _ in range(3)]
+    first = cluster.place(440).moe_binding
+    assert cluster.arriving()[first] == 439
+    others = [cluster.place(400).moe_binding for _ in range(3)]
     assert sorted([first, *others]) == [0, 1, 2, 3], "rows decide while all are in time"
     for ticket in list(cluster.under_way)[:1]:
         cluster.confirm(ticket)
-    assert cluster.scheduler.requests.decided[0].loads.arriving_tokens[first] == 0
-    cluster.arrive(100, needs_prefill=False)  # it counts as one row more where KV is least
-    assert cluster.arrive(440).moe_binding == first, "the others' NICs have 400 ms to go"
+    assert cluster.arriving()[first] == 0
+    cluster.place(100, needs_prefill=False)  # it counts as one row more where KV is least
+    assert cluster.place(440).moe_binding == first, "the others' NICs have 400 ms to go"
 
 
 def test_a_target_costs_little_however_small_it_is():
     """Links so dear that one would raise the cost by more than a quarter."""
     dear = replace(COSTS, exchange_tokens=30_000)
-    assert Cluster(((0, 1),), costs=dear).arrive(1000).cp_degree == 1
+    assert Cluster(((0, 1),), costs=dear).place(1000).cp_degree == 1
 
 
 def test_only_the_classes_that_have_a_target_are_spread():
     cluster = Cluster(((1, 300),))
-    assert cluster.arrive(1000).cp_degree == 1
-    assert cluster.arrive(1000, priority=1).cp_degree == 3, "the fourth NIC is busy"
-    assert cluster.arrive(1000, priority=2).cp_degree == 1
+    assert cluster.place(1000).cp_degree == 1
+    assert cluster.place(1000, priority=1).cp_degree == 3, "the fourth NIC is busy"
+    assert cluster.place(1000, priority=2).cp_degree == 1
 
 
 def test_a_request_that_has_its_kv_or_its_first_token_has_no_target():
     cluster = Cluster(((0, 1),))
-    assert cluster.arrive(1000, needs_prefill=False).cp_degree == 1
-    assert cluster.arrive(1000, attempt=1).cp_degree == 1
+    assert cluster.place(1000, needs_prefill=False).cp_degree == 1
+    assert cluster.place(1000, attempt=1).cp_degree == 1
 
 
 def test_a_late_prompt_stays_within_a_node():
@@ -114,41 +103,36 @@ def test_a_late_prompt_stays_within_a_node():
     cluster = Cluster(((0, 1),), cluster=TWO_NODES, costs=costs)
     random = Random(5)
     for _ in range(12):
-        placed = cluster.arrive(random.randrange(500, 20_000))
+        placed = cluster.place(random.randrange(500, 20_000))
         assert len({instance // 4 for instance in dict(placed.kv_split())}) == 1
 
 
 def test_a_prompt_that_no_node_holds_is_placed_all_the_same():
     cluster = Cluster(((0, 1),), cluster=replace(TWO_NODES, num_frames=256))
-    assert cluster.arrive(64 * 1500).cp_degree > 4
+    assert cluster.place(64 * 1500).cp_degree > 4
 
 
 def test_a_ticket_that_ends_is_under_way_no_more():
     cluster = Cluster(((0, 300),))
-    cluster.arrive(1000)
-    assert sum(cluster.scheduler.requests.decided[0].loads.arriving_tokens) == 999
-    cluster.call(AbortRequested(1))
-    assert sum(cluster.scheduler.requests.decided[0].loads.arriving_tokens) == 0
+    cluster.place(1000)
+    assert sum(cluster.arriving()) == 999
+    cluster.plan(AbortRequested(1))
+    assert sum(cluster.arriving()) == 0
 
 
 def played(targets, seed):
     """Every plan of a busy cluster: what arrives is confirmed and ends at random."""
-    cluster, random, plans = (
-        Cluster(targets, cluster=TWO_NODES, costs=CostConfig()),
-        Random(seed),
-        [],
-    )
-    cluster.check_every = 20
+    cluster = Cluster(targets, cluster=TWO_NODES, costs=CostConfig())
+    cluster.check_every, random, plans = 20, Random(seed), []
     for _ in range(150):
         match random.randrange(4):
             case 0 | 1:
                 length = random.choice([200, 3000, 20_000])
-                plans.append(cluster.arrive(random.randrange(100, length), max_tokens=40))
+                plans.append(cluster.place(random.randrange(100, length), max_tokens=40))
             case 2 if cluster.under_way:
                 cluster.confirm(random.choice(list(cluster.under_way)))
-        if cluster.windows and random.randrange(2):
-            window = cluster.windows.pop(0)
-            plans += [repr(cluster.call(*(WindowDone(i, window) for i in range(8))))]
+        if cluster.window < cluster.scheduler._rows.next_window and random.randrange(2):
+            plans.append(repr(cluster.step()))
     return plans
 
 

@@ -37,6 +37,7 @@ class Steps:
         self.plan_window = self.scheduler.plan_window
         if explainer:
             self.plan_window = explainer.around(self.plan_window)
+        self.deferral = self.scheduler._admission.deferral
         self.now_us = self.window = 0
         self.in_flight = 0
         shorts = [Arrival(n, 100, 300, needs_prefill=False) for n in range(1, num_short + 1)]
@@ -80,9 +81,15 @@ class Steps:
         return self.call([Arrival(request_id, length, 50, **more)])
 
 
+def long_steps(*config, ms=60, number=4, **more):
+    """A scheduler whose first windows took that long."""
+    steps = Steps(*config, **more)
+    steps.run(*[ms] * number)
+    return steps
+
+
 def test_a_long_prompt_waits_while_steps_are_too_long_and_others_pass_it():
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     assert steps.arrive(201) == []
     assert steps.arrive(202, length=100) == [202]
     assert steps.run(*[60] * 20) == []
@@ -90,8 +97,7 @@ def test_a_long_prompt_waits_while_steps_are_too_long_and_others_pass_it():
 
 
 def test_steps_have_to_be_clearly_shorter_before_it_is_placed():
-    steps = Steps()
-    steps.run(*[45] * 12)
+    steps = long_steps(ms=45, number=12)
     assert steps.arrive(201) == [], "45 ms with almost half as many tokens more is too long"
     assert steps.run(*[34] * 12) == [], "49 ms with it"
     assert steps.run(*[30] * 12) == [201], "44 ms with it"
@@ -103,31 +109,25 @@ def test_steps_have_to_be_clearly_shorter_before_it_is_placed():
     ids=["short", "already there", "of a class before the default one"],
 )
 def test_others_do_not_wait(arrival):
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     assert steps.arrive(201, **arrival) == [201]
 
 
 def test_without_a_target_nobody_waits():
-    steps = Steps(replace(CONFIG, tpot_target_ms=0))
-    steps.run(*[600] * 4)
+    steps = long_steps(replace(CONFIG, tpot_target_ms=0), ms=600)
     assert steps.arrive(201) == [201]
 
 
 def test_one_in_110_waits():
     assert Steps(num_short=108).arrive(201) == [201]
-    few = Steps(num_short=108)
-    few.run(*[60] * 4)
-    assert few.arrive(201) == [201]
-    steps = Steps()
-    steps.run(*[60] * 4)
+    assert long_steps(num_short=108).arrive(201) == [201]
+    steps = long_steps()
     assert steps.arrive(201) == []
     assert steps.arrive(202) == [202]
 
 
 def test_nobody_waits_for_more_than_20_s():
-    steps = Steps()
-    steps.run(*[100] * 4)
+    steps = long_steps(ms=100)
     steps.arrive(201)
     assert steps.run(*[100] * 199) == []
     assert steps.run(100) == [201]
@@ -139,7 +139,7 @@ def test_after_a_long_calm_only_a_few_wait_at_once():
     steps.run(*[60] * 8)
     placed = [n for n in range(201, 221) if steps.arrive(n)]
     assert placed == [*range(209, 221)], "eight wait, and no credit is left for more"
-    assert len(steps.scheduler._admission.deferral) == 8
+    assert len(steps.deferral) == 8
     assert sorted(steps.run(*[25] * 8)) == [*range(201, 209)]
     steps.run(*[60] * 8)
     assert steps.arrive(301) == [301]
@@ -163,8 +163,7 @@ def test_they_leave_it_its_places_too():
 
 
 def test_a_request_with_a_deadline_is_not_deferred_until_then():
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     soon_us, late_us = steps.now_us + 39_000_000, steps.now_us + 41_000_000
     assert steps.arrive(201, deadline_us=soon_us) == [201]
     assert steps.arrive(202, deadline_us=late_us) == []
@@ -179,9 +178,7 @@ def test_others_may_pass_one_that_was_deferred_for_as_long_as_any_other():
     assert steps.arrive(201, length=60_000) == []
     assert steps.arrive(202, length=100) == [202]
     assert steps.run(*[1000] * 20) == []
-    assert len(steps.scheduler._admission.deferral) == 0, (
-        "it has no frames, but it waits for nothing else"
-    )
+    assert len(steps.deferral) == 0, "it has no frames, but it waits for nothing else"
     assert steps.arrive(203, length=100) == [203]
     assert steps.run(*[1000] * 9) == []
     assert steps.arrive(204, length=100) == [204]
@@ -198,21 +195,14 @@ def test_nobody_is_deferred_twice():
     steps.run(*[60] * 8)
     assert steps.arrive(201, length=60_000) == []
     steps.run(*[25] * 8)
-    assert (
-        201 not in steps.scheduler._admission.deferral
-        and len(steps.scheduler._admission.queue) == 1
-    )
+    assert 201 not in steps.deferral and len(steps.scheduler._admission.queue) == 1
     steps.run(*[60] * 8)
     steps.arrive(202, length=100)
-    assert (
-        201 not in steps.scheduler._admission.deferral
-        and steps.scheduler._admission.deferral._credit > 110
-    )
+    assert 201 not in steps.deferral and steps.deferral._credit > 110
 
 
 def test_a_deferred_request_is_placed_in_time_although_no_window_is_reported():
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     arrived_us = steps.now_us
     steps.arrive(201)
     assert steps.scheduler.next_deadline_us == arrived_us + 20_000_000
@@ -224,8 +214,7 @@ def test_a_deferred_request_is_placed_in_time_although_no_window_is_reported():
 
 
 def test_a_deferred_request_asks_for_no_call_while_nothing_can_be_placed():
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     steps.arrive(201)
     steps.call([TermEnded()])
     steps.now_us = steps.scheduler.next_deadline_us
@@ -234,8 +223,7 @@ def test_a_deferred_request_asks_for_no_call_while_nothing_can_be_placed():
 
 
 def test_refused_requests_earn_nothing():
-    steps = Steps(replace(CONFIG, max_queued_tokens=20_000), num_short=108)
-    steps.run(*[60] * 4)
+    steps = long_steps(replace(CONFIG, max_queued_tokens=20_000), num_short=108)
     assert steps.arrive(190, length=20_001) == []
     assert 190 not in steps.scheduler._admission.queue
     assert steps.arrive(201) == [201], "the 109th that was admitted"
@@ -243,23 +231,20 @@ def test_refused_requests_earn_nothing():
 
 
 def test_pages_that_move_are_read_where_they_were():
-    steps = Steps()
-    steps.run(*[32] * 4)
+    steps = long_steps(ms=32)
     moved = steps.scheduler._state.requests[1]
     steps.scheduler.tickets.issue(moved, LONG, (TargetRun(0, LONG // 64, 1, 0),), source=0)
     assert steps.arrive(201) == [201], "46 ms with it, of 11,500 tokens that are read"
 
 
 def test_rows_of_an_instance_that_drains_are_read_too():
-    steps = Steps()
-    steps.run(*[32] * 4)
+    steps = long_steps(ms=32)
     steps.scheduler._state.close(1)
     assert steps.arrive(201) == [201], "46 ms with it, of 11,500 tokens that are read"
 
 
 def test_kv_that_prefill_still_sends_is_to_come():
-    steps = Steps()
-    steps.run(*[32] * 4)
+    steps = long_steps(ms=32)
     assert steps.arrive(201) == [201]
     assert steps.arrive(202) == [], "60 ms with both of them"
 
@@ -276,8 +261,7 @@ def test_beside_few_tokens_nobody_waits(ms, length):
 
 def test_nobody_waits_while_nothing_is_read():
     """All rows have ended, windows are in flight still, and only a new prompt is on its way."""
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     steps.call([Arrival(200, 100, 50)])
     ends = tuple(Finished(n, 1, FinishReason.STOP) for n in range(1, NUM_SHORT + 1))
     steps.call([WindowDone(0, steps.window, ends)])
@@ -305,39 +289,36 @@ def test_a_token_takes_less_time_than_a_step_whose_drafts_are_right():
     steps = Steps(replace(CONFIG, num_drafts=1))
     assert steps.scheduler._rows.advances.slack > 0, "the windows have drafts"
     steps.run(*[60] * 9, report={"num_tokens": 100, "drafts": ((60, 40),)})
-    assert steps.scheduler._admission.deferral.token_us == 36_000
+    assert steps.deferral.token_us == 36_000
     assert steps.arrive(201, length=4096) == [201], "48 ms a token with it, and 80 ms a step"
     # Windows in which there was no room for drafts count too.
     steps.run(*[60] * 4, report={"num_tokens": 60})
-    assert steps.scheduler._admission.deferral.token_us == 60_000 * 120 // 160
+    assert steps.deferral.token_us == 60_000 * 120 // 160
     steps.run(*[60] * 9, report={"num_tokens": 60, "drafts": ((60, 0),)})
-    assert steps.scheduler._admission.deferral.token_us == 60_000
+    assert steps.deferral.token_us == 60_000
     assert steps.arrive(202) == []
 
 
 def test_a_term_that_ends_takes_its_windows_along():
-    steps = Steps()
-    steps.run(*[60] * 4)
-    assert steps.scheduler._admission.deferral.token_us == 60_000
+    steps = long_steps()
+    assert steps.deferral.token_us == 60_000
     steps.call([TermEnded()])
     steps.scheduler._end_term((0, 1), {})
-    assert steps.scheduler._admission.deferral.token_us == 0
+    assert steps.deferral.token_us == 0
 
 
 def test_an_aborted_request_is_deferred_no_more():
-    steps = Steps()
-    steps.run(*[60] * 4)
+    steps = long_steps()
     steps.arrive(201)
-    assert 201 in steps.scheduler._admission.deferral
+    assert 201 in steps.deferral
     steps.scheduler._end_by_id(201, FinishReason.ABORTED, "aborted")
     steps.run(60)
-    assert len(steps.scheduler._admission.deferral) == 0
+    assert len(steps.deferral) == 0
 
 
 def test_an_explanation_says_so():
     explainer = Explainer(["201"])
-    steps = Steps(explainer=explainer)
-    steps.run(*[60] * 4)
+    steps = long_steps(explainer=explainer)
     steps.arrive(201)
     steps.arrive(202, length=100)
     texts = [note.text for note in explainer.stories[201].notes]

@@ -88,11 +88,9 @@ def test_the_order_is_that_of_plain_counters_and_one_tenants_is_by_arrival(drawn
 
 def test_a_tenant_is_placed_soon_however_many_requests_another_has():
     """Eight fit at a time. A flood of 400 waits; each request of the other waits for one to end."""
-    cluster = ClusterConfig(num_instances=1, num_frames=16)
-    scheduler = Scheduler(cluster, SchedulerConfig())
-    events = [
-        Arrival(number, 100, 9, needs_prefill=False, tenant="flood") for number in range(1, 401)
-    ]
+    scheduler = Scheduler(ClusterConfig(num_instances=1, num_frames=16), SchedulerConfig())
+    flood = {"needs_prefill": False, "tenant": "flood"}
+    events = [Arrival(number, 100, 9, **flood) for number in range(1, 401)]
     waited, arrived, next_id = [], {}, 1000
     for call in range(200):
         if call % 10 == 5:
@@ -100,11 +98,8 @@ def test_a_tenant_is_placed_soon_however_many_requests_another_has():
             arrived[next_id] = call
             next_id += 1
         plan = scheduler.plan_window(events, call)
-        waited += [
-            call - arrived[placed.request_id]
-            for placed in plan.placements
-            if placed.request_id in arrived
-        ]
+        placed = [placement.request_id for placement in plan.placements]
+        waited += [call - arrived[number] for number in placed if number in arrived]
         events = [] if plan.window is None else [WindowDone(0, plan.window)]
     # A row runs for nine windows, and its frames come back two windows later.
     assert len(waited) >= 18 and max(waited) <= 12

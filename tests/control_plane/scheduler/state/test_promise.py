@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.promise import Promise
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival, Finished, FinishReason, WindowDone
+from nanocp.values.plan import Finished, FinishReason
 
 
 @given(st.lists(st.integers(1, 5000), max_size=400), st.integers(1, 100), st.integers(1, 5000))
@@ -46,12 +46,9 @@ def test_admission_ships_the_frames_that_most_of_those_that_ended_needed(
     growth_promise, num_frames
 ):
     """32 requests end after 70 of 4,000 tokens each; half of the next ones then need two frames."""
-    scheduler = Scheduler(
-        ClusterConfig(num_instances=1, num_frames=4000),
-        SchedulerConfig(growth_promise=growth_promise),
-    )
-    scheduler.plan_window([Arrival(i, 1, 4000, needs_prefill=False) for i in range(1, 33)], 0)
-    ended = tuple(Finished(i, 70, FinishReason.STOP) for i in range(1, 33))
-    scheduler.plan_window([WindowDone(0, 0, ended)], 0)
-    plan = scheduler.plan_window([Arrival(33, 1, 4000, needs_prefill=False)], 0)
+    cluster = ClusterConfig(num_instances=1, num_frames=4000)
+    scheduler = FollowedScheduler(cluster, growth_promise=growth_promise)
+    scheduler.arrive_all(*[1] * 32, max_tokens=4000)
+    scheduler.step(finished=tuple(Finished(i, 70, FinishReason.STOP) for i in range(1, 33)))
+    plan = scheduler.arrive(1, 4000)
     assert [run.num_pages for run in plan.instances[0].changes.pages] == [num_frames]

@@ -1,12 +1,11 @@
 """A controller takes the place of a lost one: whose pages go on, and whose frames come back."""
 
+from dataclasses import replace
+
 import pytest
 
-from control_plane.scheduler.invariants import check
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from nanocp.config.cluster import ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
+from harness.hash_clusters.followed_tables import TWO_INSTANCES, FollowedScheduler
 from nanocp.values.plan import (
     CARRY_PAGE,
     Arrival,
@@ -25,31 +24,18 @@ PAGES = (TargetRun(0, 1, 0, 3), TargetRun(1, 2, 1, 7))
 """Two full pages and the third, on both instances."""
 
 
-class Story:
+class Story(FollowedScheduler):
     """The scheduler of a controller that is not the first, over two instances."""
 
-    def __init__(self, *kept, restarts=(), carry_pages=0, **scheduler):
-        config = SchedulerConfig(
-            policy="dual_balanced",
-            cp_degree_buckets=((256, 1),),
-            held_timeout_us=HELD_US,
-            **scheduler,
-        )
-        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES, carry_pages=carry_pages)
-        self.scheduler = Scheduler(cluster, config)
-        self.now_us = 0
+    def __init__(self, *kept, restarts=(), carry_pages=0):
+        super().__init__(
+            replace(TWO_INSTANCES, num_frames=NUM_FRAMES, carry_pages=carry_pages),
+            policy="dual_balanced", cp_degree_buckets=((256, 1),), held_timeout_us=HELD_US,
+        )  # fmt: skip
         self.plan(TookOver(NEWEST, kept, restarts))
-
-    def plan(self, *events):
-        plan = self.scheduler.plan_window(events, self.now_us)
-        check(self.scheduler)
-        return plan
 
     def back(self, request_id, prompt_len=150, **fields):
         return self.plan(Arrival(request_id, prompt_len, 20, b"again", attempt=1, **fields))
-
-    def free(self):
-        return [load.frames_free for load in self.scheduler.requests.loads()]
 
 
 def test_a_request_of_an_earlier_controller_goes_on_over_its_pages():
@@ -154,7 +140,7 @@ def test_an_adopted_request_is_parked_until_its_next_page_is_free():
         plan = story.plan(Arrival(request_id, 64 * (NUM_FRAMES - 1), 1, needs_prefill=False))
     assert plan.window is None or not sum(story.free())
     story.back(7, 129)
-    request = story.scheduler._state.requests[7]
+    request = story.request(7)
     assert request.state in (State.PARKED, State.RUNNING)
     assert request.position == 128
 
@@ -175,7 +161,7 @@ def test_a_request_of_an_earlier_controller_goes_on_with_its_state_where_that_li
     assert STATE.frame not in story.scheduler._state.frames[1].free_frames(), "it waits"
     plan = story.back(7)
     assert not plan.transfers and plan.instances[1].starts[0].position == 149
-    request = story.scheduler._state.requests[7]
+    request = story.request(7)
     assert (request.carry, request.moe_binding) == (STATE, 1)
 
 
@@ -190,7 +176,7 @@ def test_a_request_of_an_earlier_controller_goes_on_with_its_state_where_that_li
 def test_a_state_that_is_of_no_use_is_made_again_and_pages_stay(runs, restarts):
     story = Story((7, runs), restarts=restarts, carry_pages=2)
     (transfer,) = story.back(7).transfers
-    request = story.scheduler._state.requests[7]
+    request = story.request(7)
     assert transfer.targets == (request.carry,) and transfer.num_tokens == 149
     plan = story.plan(TransferDone(transfer.ticket, request.moe_binding))
     assert plan.instances[request.moe_binding].starts[0].position == 149

@@ -1,12 +1,11 @@
 """A term ends: which requests keep their pages, what is void, and where rows go on."""
 
+from dataclasses import replace
+
 import pytest
 
-from control_plane.scheduler.invariants import check
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from nanocp.config.cluster import ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
+from harness.hash_clusters.followed_tables import TWO_INSTANCES, FollowedScheduler
 from nanocp.values.plan import (
     AbortRequested,
     Arrival,
@@ -18,44 +17,27 @@ from nanocp.values.plan import (
     Resubmitted,
     TermEnded,
     TransferDone,
-    WindowDone,
 )
 
-NUM_FRAMES = 20
+NUM_FRAMES = TWO_INSTANCES.num_frames
 HELD_US = 1000
 
 
-class Story:
+class Story(FollowedScheduler):
     """Two instances. Requests of up to 255 tokens live on one of them, longer ones on both."""
 
     def __init__(self, carry_pages=0, **scheduler):
-        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES, carry_pages=carry_pages)
-        config = SchedulerConfig(
-            policy="dual_balanced",
-            cp_degree_buckets=((256, 1),),
-            cp_degree_max=2,
-            held_timeout_us=HELD_US,
-            **scheduler,
-        )
-        self.scheduler = Scheduler(cluster, config)
-        self.window = 0
-        self.now_us = 0
+        super().__init__(
+            replace(TWO_INSTANCES, carry_pages=carry_pages),
+            policy="dual_balanced", cp_degree_buckets=((256, 1),), cp_degree_max=2,
+            held_timeout_us=HELD_US, **scheduler,
+        )  # fmt: skip
         self.term = 1
-
-    def plan(self, *events):
-        plan = self.scheduler.plan_window(events, self.now_us)
-        check(self.scheduler)
-        return plan
 
     def place(self, request_id, prompt_len=100, max_tokens=50):
         """The request's row is in the windows from here on; returns its KV binding."""
         self.plan(Arrival(request_id, prompt_len, max_tokens, b"first", needs_prefill=False))
-        return {instance for _, instance in self.scheduler.requests.placement(request_id).holders}
-
-    def step(self):
-        done = [WindowDone(instance, self.window) for instance in range(2)]
-        self.window += 1
-        return self.plan(*done)
+        return {instance for _, instance in self.placement(request_id).holders}
 
     def regroup(self, *lost, seats=(), restarts=()):
         """The term ends by these losses, or by none, and the next begins, with these seats.
@@ -66,9 +48,7 @@ class Story:
         assert self.plan(*ends).window is None
         assert self.plan().window is None, "no window between two terms"
         self.term += 1
-        plan = self.plan(Regrouped(self.term, seats, restarts=restarts))
-        self.window = self.scheduler._rows.next_window
-        return plan
+        return self.plan(Regrouped(self.term, seats, restarts=restarts))
 
     def again(self, request_id, prompt_len, max_tokens, attempt=1, row=b"again"):
         """The front end submits the request's next attempt, and has no other open request."""
@@ -76,18 +56,22 @@ class Story:
         return self.plan(arrival, Resubmitted())
 
     def state(self, request_id):
-        request = self.scheduler.requests.decided[0].requests.get(request_id)
+        request = self.scheduler._state.requests.get(request_id)
         return None if request is None else request.state
 
-    def free(self):
-        return [load.frames_free for load in self.scheduler.requests.loads()]
+
+def placed(**scheduler):
+    """A story in which request 1 has its row."""
+    story = Story(**scheduler)
+    story.place(1)
+    return story
 
 
 def test_a_request_keeps_its_pages_if_all_survived_and_restarts_at_its_last_token():
     story = Story()
     assert story.place(1) == {0}
     assert story.place(2) == {1}
-    runs = list(story.scheduler.requests.decided[0].requests[1].runs)
+    runs = list(story.request().runs)
     for _ in range(5):
         story.step()
     story.regroup(1)
@@ -100,7 +84,7 @@ def test_a_request_keeps_its_pages_if_all_survived_and_restarts_at_its_last_toke
     assert (start.request_id, start.position, start.max_tokens, start.row_start) == (
         1, 102, 47, b"again",
     )  # fmt: skip
-    assert story.scheduler.requests.decided[0].requests[1].runs == runs
+    assert story.request().runs == runs
     assert plan.instances[0].base_digest == 0, "the instance's table is empty"
 
 
@@ -117,8 +101,7 @@ def test_a_request_that_lost_a_page_is_prefilled_again():
 
 
 def test_a_held_request_may_lose_a_page_in_the_next_loss():
-    story = Story()
-    story.place(1)
+    story = placed()
     story.regroup()
     assert story.state(1) is State.HELD
     story.regroup(0)
@@ -131,7 +114,7 @@ def test_a_row_whose_steps_are_planned_beyond_its_end_counts_no_more_than_it_has
     story.place(1, prompt_len=63, max_tokens=1)
     story.regroup()
     assert story.state(1) is State.HELD
-    assert story.scheduler.requests.loads()[0].kv_tokens <= 63
+    assert story.loads("kv_tokens")[0] <= 63
 
 
 def test_a_prompt_under_way_begins_anew_under_another_ticket():
@@ -171,19 +154,17 @@ def test_a_cluster_that_has_shrunk_does_not_promise_all_of_max_tokens():
 
 
 def test_a_late_submission_of_an_earlier_attempt_is_ignored():
-    story = Story()
-    story.place(1)
+    story = placed()
     story.regroup()
     story.again(1, 103, 47, attempt=2)
     story.again(1, 101, 49, attempt=1, row=b"late")
-    arrival = story.scheduler.requests.decided[0].requests[1].arrival
+    arrival = story.request().arrival
     assert (arrival.attempt, arrival.row_start, arrival.prompt_len) == (2, b"again", 103)
 
 
 def test_a_later_attempt_replaces_a_row_that_runs():
     """Tokens were lost on the way to the front end: the row starts anew, in the same term."""
-    story = Story()
-    story.place(1)
+    story = placed()
     for _ in range(3):
         story.step()
     plan = story.again(1, 102, 48)
@@ -193,12 +174,10 @@ def test_a_later_attempt_replaces_a_row_that_runs():
 
 def test_the_end_of_an_earlier_attempts_row_is_not_that_of_the_present_one():
     """The row stops in a window in flight, after its tokens were lost on their way."""
-    story = Story()
-    story.place(1)
+    story = placed()
     story.step()
     story.again(1, 102, 48)
-    stopped = (Finished(1, 3, FinishReason.STOP),)
-    story.plan(*(WindowDone(instance, story.window, stopped) for instance in range(2)))
+    story.step(finished=(Finished(1, 3, FinishReason.STOP),))
     assert story.state(1) is State.TRANSFERRING
 
 
@@ -211,8 +190,7 @@ def test_a_later_attempt_replaces_a_waiting_one_with_its_deadline():
 
 
 def test_a_held_request_that_its_front_end_does_not_submit_is_over():
-    story = Story()
-    story.place(1)
+    story = placed()
     story.regroup()
     plan = story.plan(Resubmitted())
     assert story.state(1) is None and not plan.ended and story.free() == [NUM_FRAMES] * 2
@@ -220,8 +198,7 @@ def test_a_held_request_that_its_front_end_does_not_submit_is_over():
 
 
 def test_front_ends_are_waited_for_a_bounded_time():
-    story = Story()
-    story.place(1)
+    story = placed()
     story.regroup()
     story.plan(Arrival(2, 100, 50, needs_prefill=False))
     assert story.scheduler.next_deadline_us == story.now_us + HELD_US
@@ -241,8 +218,7 @@ def test_requests_of_the_last_term_are_placed_before_new_ones():
 
 
 def test_a_held_request_can_be_aborted():
-    story = Story()
-    story.place(1)
+    story = placed()
     story.regroup()
     (ended,) = story.plan(AbortRequested(1)).ended
     assert (ended.request_id, ended.reason) == (1, FinishReason.ABORTED)
@@ -256,8 +232,7 @@ def test_a_request_that_can_never_be_served_is_refused_in_a_later_attempt_too():
 
 @pytest.mark.parametrize("is_between_terms", [False, True])
 def test_a_cluster_that_cannot_go_on_ends_every_request(is_between_terms):
-    story = Story()
-    story.place(1)
+    story = placed()
     if is_between_terms:
         story.plan(InstanceLost(0))
     plan = story.plan(ClusterLost("no instance could be started"), Arrival(2, 10, 10))
@@ -269,8 +244,7 @@ def test_a_cluster_that_cannot_go_on_ends_every_request(is_between_terms):
 
 
 def test_a_request_whose_first_window_is_the_last_of_three_terms_is_ended():
-    story = Story()
-    story.place(1)
+    story = placed()
     for _ in range(3):
         story.step()
     story.place(2)  # It begins with a window in which an instance is lost.
@@ -289,8 +263,7 @@ def test_a_request_whose_first_window_is_the_last_of_three_terms_is_ended():
 
 
 def test_losses_with_whole_windows_between_blame_no_request():
-    story = Story()
-    story.place(1)
+    story = placed()
     for attempt in range(1, 7):
         story.regroup(0, 1)
         plan = story.plan(
@@ -303,8 +276,7 @@ def test_losses_with_whole_windows_between_blame_no_request():
 
 
 def test_a_held_request_is_prefilled_again_for_its_missing_log_probabilities():
-    story = Story()
-    story.place(1)
+    story = placed()
     story.step()
     story.regroup()
     assert story.state(1) is State.HELD
@@ -320,50 +292,43 @@ def test_of_two_attempts_that_come_together_only_the_last_is_told_of_its_place()
     Who carries plans out would take the place of the first for that of the second, and have no
     prompt for it later.
     """
-    story = Story()
-    story.place(1)
+    story = placed()
     story.regroup()
     first = Arrival(1, 101, 49, b"again", attempt=1)
     second = Arrival(1, 102, 48, b"again", attempt=2, is_recomputed=True)
     assert story.plan(first, second).placements == ()
-    placed = story.plan(Resubmitted()).placements
-    assert [each.request_id for each in placed] == [1]
+    assert [each.request_id for each in story.plan(Resubmitted()).placements] == [1]
 
 
 def test_a_row_goes_on_with_a_state_that_has_survived():
-    story = Story(carry_pages=2)
-    story.place(1)
-    carry = story.scheduler.requests.decided[0].requests[1].carry
+    story = placed(carry_pages=2)
+    carry = story.request().carry
     for _ in range(5):
         story.step()
     story.regroup(1, restarts=((1, 102, 103),))
     plan = story.again(1, 103, 47)
     assert plan.transfers == () and plan.instances[0].starts[0].position == 102
-    assert story.scheduler.requests.decided[0].requests[1].carry == carry
+    assert story.request().carry == carry
 
 
 @pytest.mark.parametrize("restarts", [(), ((1, 103, 104),), ((1, 100, 101),)])
 def test_a_state_of_another_position_is_made_again_and_pages_stay(restarts):
-    story = Story(carry_pages=2)
-    story.place(1)
-    runs = list(story.scheduler.requests.decided[0].requests[1].runs)
+    story = placed(carry_pages=2)
+    runs = list(story.request().runs)
     for _ in range(5):
         story.step()
     story.regroup(1, restarts=restarts)
     plan = story.again(1, 103, 47)
     (transfer,) = plan.transfers
     assert (transfer.num_tokens, transfer.source) == (102, None)
-    assert transfer.targets == (story.scheduler.requests.decided[0].requests[1].carry,), (
-        "no page of KV"
-    )
+    assert transfer.targets == (story.request().carry,), "no page of KV"
     plan = story.plan(TransferDone(transfer.ticket, 0))
     assert plan.instances[0].starts[0].position == 102
-    assert story.scheduler.requests.decided[0].requests[1].runs == runs
+    assert story.request().runs == runs
 
 
 def test_no_ticket_for_a_state_is_issued_between_two_terms():
-    story = Story(carry_pages=2)
-    story.place(1)
+    story = placed(carry_pages=2)
     for _ in range(5):
         story.step()
     story.regroup(1)
@@ -375,7 +340,7 @@ def test_a_state_is_made_again_where_the_row_goes_if_its_instance_leaves():
     story = Story(carry_pages=2)
     story.place(1, prompt_len=100)
     story.place(2, prompt_len=300)
-    request = story.scheduler.requests.decided[0].requests[2]
+    request = story.request(2)
     old, ledgers = request.moe_binding, story.scheduler.requests.decided[0].frames
     for run in list(request.runs):
         assert run.instance in (0, 1)

@@ -1,16 +1,15 @@
 """A row with a state is re-bound: it stands still, and its state travels under a ticket."""
 
+from dataclasses import replace
+
 import pytest
 
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from harness.hash_clusters.followed_tables import FollowedScheduler
+from harness.hash_clusters.followed_tables import TWO_INSTANCES, FollowedScheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
     CARRY_PAGE,
     AbortRequested,
-    Arrival,
     FinishReason,
     HandOff,
     SeatsWanted,
@@ -20,33 +19,24 @@ from nanocp.values.plan import (
 )
 from nanocp.values.table_changes import PageClear
 
-NUM_FRAMES, CARRY_PAGES, MAX_ROWS = 20, 2, 3
+CARRY_PAGES, MAX_ROWS = 2, 3
+CLUSTER = replace(TWO_INSTANCES, carry_pages=CARRY_PAGES, bounds=BoundsConfig(max_rows=MAX_ROWS))
 
 
 class Story(FollowedScheduler):
     """Two instances that hold requests together; rows have states. A test wishes re-bindings."""
 
     def __init__(self, num_requests=1):
-        cluster = ClusterConfig(
-            num_instances=2,
-            num_frames=NUM_FRAMES,
-            carry_pages=CARRY_PAGES,
-            bounds=BoundsConfig(max_rows=MAX_ROWS),
-        )
-        config = SchedulerConfig(policy="fixed_degree:2", growth_promise="tokens:0")
-        super().__init__(Scheduler(cluster, config))
+        super().__init__(CLUSTER, policy="fixed_degree:2", growth_promise="tokens:0")
         self.wishes = []
         self.scheduler._policy.rebindings = lambda state, window: [
             (state.requests[request_id], new) for request_id, new in self.wishes
         ]
-        for request_id in range(1, num_requests + 1):
-            self.plan([Arrival(request_id, 300, 100, needs_prefill=False)])
+        for _ in range(num_requests):
+            self.arrive(300, 100)
         self.plan()
         for _ in range(3):
             self.step()
-
-    def request(self, request_id=1):
-        return self.scheduler._state.requests[request_id]
 
     def wish(self, *wishes):
         self.wishes = wishes
@@ -54,7 +44,7 @@ class Story(FollowedScheduler):
         self.wishes = []
         return plan
 
-    def is_in(self, plan):
+    def is_in_tables(self):
         """Whether the window's tables have the row of request 1."""
         return any(1 in table.rows for table in self.tables)
 
@@ -64,7 +54,7 @@ def test_the_row_stands_still_until_its_state_has_come():
     old = story.request().moe_binding
     new, carry = 1 - old, story.request().carry
     plan = story.wish((1, new))
-    assert not story.is_in(plan), "no window has the row from its re-binding on"
+    assert not story.is_in_tables(), "no window has the row from its re-binding on"
     assert HandOff(1, new) in plan.instances[old].hand_offs_out
     assert not plan.transfers, "a window in flight still has the row"
     (transfer,) = story.step().transfers
@@ -72,7 +62,8 @@ def test_the_row_stands_still_until_its_state_has_come():
     assert (transfer.source, transfer.targets) == (old, (arriving,))
     assert arriving == TargetRun(CARRY_PAGE, CARRY_PAGES, new, arriving.frame)
     assert transfer.num_tokens == story.request().position
-    assert not story.is_in(story.step())
+    story.step()
+    assert not story.is_in_tables()
     plan = story.step(TransferDone(transfer.ticket, new))
     assert 1 in story.tables[new].rows and 1 not in story.tables[old].rows
     assert PageClear(1, CARRY_PAGE, CARRY_PAGES) in plan.instances[old].changes.cleared
@@ -105,9 +96,9 @@ def test_a_request_that_ends_before_its_hand_off_ends_where_its_row_is():
     old = story.request().moe_binding
     story.wish((1, 1 - old))
     story.step()
-    plan = story.plan([AbortRequested(1)])
+    plan = story.plan(AbortRequested(1))
     assert plan.ended[0].reason is FinishReason.ABORTED
-    plan = story.plan([Arrival(2, 300, 100, needs_prefill=False)])
+    plan = story.arrive(300, 100)
     assert plan.instances[old].ends == (1,) and not plan.instances[1 - old].ends
     assert not any(each.hand_offs_in or each.hand_offs_out for each in plan.instances)
 
@@ -119,7 +110,7 @@ def test_a_request_that_ends_while_its_state_travels_gives_back_both_frames(answ
     story.wish((1, 1 - old))
     (transfer,) = story.step().transfers
     both = {story.request().carry.frame, story.request().carry_source.frame}
-    plan = story.plan([AbortRequested(1)])
+    plan = story.plan(AbortRequested(1))
     assert [fence.ticket for fence in plan.fences] == [transfer.ticket]
     for _ in range(3):
         story.step()
@@ -139,8 +130,7 @@ def test_an_instance_leaves_once_no_state_is_there():
     plan = story.step(SeatsWanted((1 - old,)))
     for _ in range(10):
         arrived = [TransferDone(each.ticket, 1 - old) for each in plan.transfers]
-        go_on = story.step if story.scheduler._rows.in_flight else lambda *told: story.plan(told)
-        plan = go_on(*arrived)
+        plan = story.step(*arrived)
         if plan.is_settled:
             break
     assert plan.is_settled
@@ -149,12 +139,11 @@ def test_an_instance_leaves_once_no_state_is_there():
 
 
 def test_a_prompt_whose_pages_are_all_there_still_gets_a_state():
-    cluster = ClusterConfig(num_instances=1, carry_pages=CARRY_PAGES)
-    scheduler = Scheduler(cluster, SchedulerConfig())
-    hashes = (b"a" * 16, b"b" * 16)
-    (first,) = scheduler.plan_window([Arrival(1, 129, 1, page_hashes=hashes)], 0).transfers
-    scheduler.plan_window([TransferDone(first.ticket, 0)], 1)
-    (second,) = scheduler.plan_window([Arrival(2, 129, 1, page_hashes=hashes)], 2).transfers
+    story = FollowedScheduler(ClusterConfig(num_instances=1, carry_pages=CARRY_PAGES))
+    prompt = {"needs_prefill": True, "page_hashes": (b"a" * 16, b"b" * 16)}
+    (first,) = story.arrive(129, 1, **prompt).transfers
+    story.plan(TransferDone(first.ticket, 0))
+    (second,) = story.arrive(129, 1, **prompt).transfers
     assert [run.first_page for run in first.targets] == [0, CARRY_PAGE]
     assert [run.first_page for run in second.targets] == [CARRY_PAGE]
     assert second.receivers == (0,) and second.num_tokens == 128
@@ -163,8 +152,7 @@ def test_a_prompt_whose_pages_are_all_there_still_gets_a_state():
 
 def test_a_place_under_max_rows_waits_for_the_frame_of_its_state():
     story = Story(num_requests=2 * MAX_ROWS)
-    scheduler = story.scheduler
-    frames = scheduler._state.frames
+    frames = story.scheduler._state.frames
     assert [ledger.carries.num_taken for ledger in frames] == [MAX_ROWS] * 2
     free = [len(ledger.free_frames()) for ledger in frames]
     # One more than rows: a state may leave while another comes.

@@ -2,13 +2,12 @@
 
 import pytest
 
-from control_plane.scheduler.invariants import check
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.commitments import Commitments
 from control_plane.scheduler.windows.drafts import Drafts
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival, Finished, FinishReason, WindowDone
+from nanocp.values.plan import Finished, FinishReason
 
 
 def drafts(**settings):
@@ -92,31 +91,14 @@ def test_drafts_take_the_room_that_rows_leave(committed, number):
     assert drafts(num_drafts=3).within(0, commitments, bounds) == 0
 
 
-class Story:
-    """One instance, whose reports a test writes."""
-
-    def __init__(self, *arrivals, num_drafts, num_steps=1, num_frames=20):
-        cluster = ClusterConfig(num_instances=1, num_frames=num_frames)
-        config = SchedulerConfig(
-            num_drafts=num_drafts, steps_per_window=num_steps, growth_promise="tokens:0",
-            prefix_sharing=False,
-        )  # fmt: skip
-        self.scheduler = Scheduler(cluster, config)
-        self.num_reported = 0
-        self.first = self.plan(arrivals)
-
-    def plan(self, events=()):
-        plan = self.scheduler.plan_window(events, 0)
-        check(self.scheduler)
-        return plan
-
-    def report(self, *advanced, finished=()):
-        done = WindowDone(0, self.num_reported, finished, advanced=advanced)
-        self.num_reported += 1
-        return self.plan([done])
-
-    def num_pages(self, request_id=1):
-        return self.scheduler._state.requests[request_id].num_pages
+def drafting(prompt_len, max_tokens=100, *, num_drafts, num_steps=1):
+    """One instance, whose reports a test writes, and a request: (it, the plan of its arrival)."""
+    story = FollowedScheduler(
+        ClusterConfig(num_instances=1, num_frames=20),
+        num_drafts=num_drafts, steps_per_window=num_steps, growth_promise="tokens:0",
+        prefix_sharing=False,
+    )  # fmt: skip
+    return story, story.arrive(prompt_len, max_tokens)
 
 
 @pytest.mark.parametrize(("prompt_len", "num_drafts", "num_steps", "num_pages"), [
@@ -134,59 +116,56 @@ class Story:
 def test_a_row_has_the_pages_that_drafts_and_later_turns_may_write(
     prompt_len, num_drafts, num_steps, num_pages
 ):
-    arrival = Arrival(1, prompt_len, 100, needs_prefill=False)
-    story = Story(arrival, num_drafts=num_drafts, num_steps=num_steps)
-    assert story.first.instances[0].num_drafts == num_drafts
-    assert story.num_pages() == num_pages
+    story, first = drafting(prompt_len, num_drafts=num_drafts, num_steps=num_steps)
+    assert first.instances[0].num_drafts == num_drafts
+    assert story.request().num_pages == num_pages
 
 
 def test_pages_ahead_count_the_drafts_of_windows_in_flight():
     """After one window the row is at 58 at least and at 59 at most, and the next may write two."""
-    story = Story(Arrival(1, 61, 100, needs_prefill=False), num_drafts=1)
-    assert story.num_pages() == 1
+    story, _ = drafting(61, num_drafts=1)
+    assert story.request().num_pages == 1
     story.plan()
-    assert story.num_pages() == 1
-    story.report()
-    assert story.num_pages() == 2
+    assert story.request().num_pages == 1
+    story.step()
+    assert story.request().num_pages == 2
 
 
 def test_a_row_leaves_by_count_only_when_it_surely_has_all_tokens():
-    story = Story(Arrival(1, 10, 6, needs_prefill=False), num_drafts=2)
-    plans = [story.first, story.plan()]
-    plans.append(story.report(1, 1))
+    story, first = drafting(10, 6, num_drafts=2)
+    plans = [first, story.plan()]
+    plans.append(story.step(advanced=(1, 1)))
     assert story.scheduler.requests.num_running == 1, (
         "three tokens are reported, three more may have come"
     )
-    plans.append(story.report(1))
+    plans.append(story.step(advanced=(1,)))
     assert not any(plan.instances[0].ends for plan in plans if plan.instances)
-    plans.append(story.report())
+    plans.append(story.step())
     assert [plan.instances[0].ends for plan in plans if plan.instances][-1] == (1,) or (
         story.scheduler.requests.num_running == 0
     )
 
 
 def test_a_row_that_ends_by_drafts_is_reported_and_gives_its_frames_back():
-    story = Story(Arrival(1, 60, 8, needs_prefill=False), num_drafts=3)
+    story, _ = drafting(60, 8, num_drafts=3)
     story.plan()
-    story.report(1, 1, 1)
+    story.step(advanced=(1, 1, 1))
     finished = Finished(1, 8, FinishReason.LENGTH)
-    story.report(finished=(finished,))
+    story.step(finished=(finished,))
     assert story.scheduler.requests.num_running == 0
-    while story.scheduler._rows.in_flight:
-        story.report()
-    (load,) = story.scheduler.requests.loads()
-    assert load.frames_free == 20
+    story.run_out()
+    assert story.free() == [20]
 
 
 def test_a_placement_says_when_the_row_begins_at_least_and_at_most():
-    story = Story(Arrival(1, 10, 50, needs_prefill=False), num_drafts=2)
-    (placement,) = story.first.placements
+    story, first = drafting(10, 50, num_drafts=2)
+    (placement,) = first.placements
     assert placement.begins == (9, 9)
-    (placement,) = story.plan([Arrival(2, 10, 50, needs_prefill=False)]).placements
+    (placement,) = story.arrive(10, 50).placements
     assert placement.begins == (9, 11), "the window in flight may bring two drafts"
 
 
 def test_without_drafts_no_placement_has_bounds():
-    story = Story(Arrival(1, 10, 50, needs_prefill=False), num_drafts=0)
-    assert story.first.placements[0].begins is None
+    story, first = drafting(10, 50, num_drafts=0)
+    assert first.placements[0].begins is None
     assert story.plan().instances[0].num_drafts == 0

@@ -1,12 +1,12 @@
 """Page moves in the scheduler: what is sent when, what is held how long, how a move may end."""
 
+from dataclasses import replace
+
 import pytest
 
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from harness.hash_clusters.followed_tables import FollowedScheduler
-from nanocp.config.cluster import BoundsConfig, ClusterConfig
-from nanocp.config.scheduler import SchedulerConfig
+from harness.hash_clusters.followed_tables import TWO_INSTANCES, FollowedScheduler
+from nanocp.config.cluster import BoundsConfig
 from nanocp.values.plan import (
     AbortRequested,
     Arrival,
@@ -17,46 +17,33 @@ from nanocp.values.plan import (
 )
 from nanocp.values.table_changes import PageClear, PageRun, RouteChange
 
-NUM_FRAMES = 20
+NUM_FRAMES = TWO_INSTANCES.num_frames
 
 
 class Story(FollowedScheduler):
     """Two instances, and request 1 with ten full pages on instance 0."""
 
-    def __init__(self, max_moving_pages=256, bounds=None, max_tokens=100):
-        cluster = ClusterConfig(
-            num_instances=2, num_frames=NUM_FRAMES, bounds=bounds or BoundsConfig()
+    def __init__(self, max_moving_pages=256, cluster=TWO_INSTANCES, max_tokens=100):
+        super().__init__(
+            cluster, cp_degree_buckets=((10_000, 1),), max_moving_pages=max_moving_pages
         )
-        config = SchedulerConfig(
-            cp_degree_buckets=((10_000, 1),), max_moving_pages=max_moving_pages
-        )
-        super().__init__(Scheduler(cluster, config))
         self.wishes = []
         self.scheduler._policy.moves = lambda state, window: [
             (state.requests[1], *wish) for wish in self.wishes
         ]
-        self.plan([Arrival(1, 645, max_tokens, needs_prefill=False)])
+        self.arrive(645, max_tokens)
         self.plan()
         for _ in range(3):
             self.step()
 
-    def quarantined(self):
-        return [load.frames_quarantined for load in self.scheduler.requests.loads()]
-
-    def kv_tokens(self):
-        return [load.kv_tokens for load in self.scheduler.requests.loads()]
-
     def start(self, pages=range(2, 5)):
         self.wishes = [(pages, 1)]
-        before = self.kv_tokens()
+        before = self.loads("kv_tokens")
         plan = self.step()
         self.wishes = []
         (transfer,) = plan.transfers
-        assert (transfer.source, list(transfer.instances().items())) == (
-            0,
-            [(page, 1) for page in pages],
-        )
-        assert self.kv_tokens()[1] == before[1] + 64 * len(pages), (
+        assert transfer.source == 0 and transfer.instances() == dict.fromkeys(pages, 1)
+        assert self.loads("kv_tokens")[1] == before[1] + 64 * len(pages), (
             "the load is where it was decided to be"
         )
         return transfer
@@ -84,9 +71,9 @@ def test_the_old_frames_are_held_until_every_window_that_reads_them_was_reported
     transfer = story.start()
     story.step(TransferDone(transfer.ticket, 1))
     assert story.quarantined() == [3, 0], "windows in flight read the pages at their old place"
-    story.plan([WindowDone(0, story.window)])
+    story.plan(WindowDone(0, story.window))
     assert story.quarantined() == [3, 0], "the other instance of the binding has not reported it"
-    story.plan([WindowDone(1, story.window)])
+    story.plan(WindowDone(1, story.window))
     assert story.quarantined() == [0, 0]
 
 
@@ -96,10 +83,10 @@ def test_the_last_pages_that_leave_an_instance_take_its_link_with_them():
     story.step(TransferDone(transfer.ticket, 1))
     for _ in range(3):
         story.step()
-    request = story.scheduler._state.requests[1]
-    story.scheduler._policy.moves = lambda state, window: [(request, range(2, 5), 0)]
+    request = story.request()
+    story.wishes = [(range(2, 5), 0)]
     (back,) = story.step().transfers
-    story.scheduler._policy.moves = lambda state, window: []
+    story.wishes = []
     plan = story.step(TransferDone(back.ticket, 0))
     assert plan.instances[0].changes.q_route == (RouteChange(1, 0, None),)
     assert request.pages_on.keys() == {0} and back.source == 1
@@ -110,14 +97,14 @@ def test_a_request_that_ends_gives_the_frames_of_both_places_back(has_arrived):
     story = Story()
     transfer = story.start()
     events = [TransferDone(transfer.ticket, 1)] if has_arrived else []
-    plan = story.plan([*events, AbortRequested(1)])
+    plan = story.plan(*events, AbortRequested(1))
     assert [fence.ticket for fence in plan.fences] == ([] if has_arrived else [transfer.ticket])
     story.step()
     story.step()
     if not has_arrived:
         assert story.quarantined()[1] == 3, "the receiver may still copy"
-        story.plan([TransferFenced(transfer.ticket, 1)])
-    assert [load.frames_free for load in story.scheduler.requests.loads()] == [NUM_FRAMES] * 2
+        story.plan(TransferFenced(transfer.ticket, 1))
+    assert story.free() == [NUM_FRAMES] * 2
 
 
 @pytest.mark.parametrize("wish", [(range(9, 11), 1), (range(2, 5), 0), (range(2, 2), 1)], ids=[
@@ -134,8 +121,9 @@ def test_a_move_needs_frames_links_and_room_under_the_cap():
     story.wishes = [(range(2, 8), 1)]
     (transfer,) = story.step().transfers
     assert list(transfer.instances()) == [2, 3], "as many as may be under way"
-    story = Story(bounds=BoundsConfig(max_attention_rows=1, max_rows=1))
-    story.plan([Arrival(2, 64, 50, needs_prefill=False)])
+    bounds = BoundsConfig(max_attention_rows=1, max_rows=1)
+    story = Story(cluster=replace(TWO_INSTANCES, bounds=bounds))
+    story.arrive(64, 50)
     story.wishes = [(range(2, 5), 1)]
     assert not story.step().transfers, "instance 1 has an attention row already: its own"
 
@@ -147,7 +135,7 @@ def test_a_row_moves_once_at_a_time_and_does_not_re_bind_meanwhile():
     story.scheduler._policy.rebindings = lambda state, window: iter([(state.requests[1], 1)])
     plan = story.step()
     assert not plan.transfers and not any(one.hand_offs_out for one in plan.instances)
-    assert story.scheduler._state.requests[1].state is State.RUNNING
+    assert story.request().state is State.RUNNING
 
 
 def test_a_row_that_has_just_started_moves_later():

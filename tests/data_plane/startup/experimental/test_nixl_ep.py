@@ -27,7 +27,6 @@ from harness.gpu_stand_ins.nixl_ep_stand_in import Buffer
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
-from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Peer
 
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=4, max_partials=4)
@@ -58,51 +57,51 @@ def members():
         member.exchange.leave()
 
 
-def rows(seed, num_rows=3):
-    """Rows, the two experts of each, and their weights; the last row is not live."""
+def rows(seed, seats=(0, 1, 2), num_rows=3):
+    """Rows, the two slots of each, at these seats, and their weights; the last row is not live."""
     generator = torch.Generator().manual_seed(seed)
-    expert_BK = torch.rand(num_rows, 6, generator=generator).argsort(dim=1)[:, :2]
-    live_B = torch.arange(num_rows) < num_rows - 1
+    numbers = torch.tensor([3 * seat + slot for seat in seats for slot in range(3)])
+    number_BK = numbers[
+        torch.rand(num_rows, len(numbers), generator=generator).argsort(dim=1)[:, :2]
+    ]
+    number_BK[-1] = -1
     weight_BK = torch.rand(num_rows, 2, generator=generator)
-    return torch.randn(num_rows, 8, generator=generator), expert_BK, weight_BK, live_B
+    return torch.randn(num_rows, 8, generator=generator), number_BK, weight_BK
 
 
-def layer(members, table, seats):
-    """Run one layer of every member; compare each row's sum with that of the table's slots."""
-    given = [rows(member.seat) for member in members]
+def layer(members, named):
+    """Run one layer of every member; compare each row's sum with that of the slots it names.
+
+    named: seats of these, also of those that are not in the term.
+    """
+    given = [rows(member.seat, named) for member in members]
     sent = [m.exchange.dispatch(*each) for m, each in zip(members, given, strict=True)]
     for member, each in zip(members, sent, strict=True):
+        member.exchange.receive(each)
         member.exchange.run_experts(each, Plain())
-    for member, each, (x_BX, expert_BK, weight_BK, live_B) in zip(
-        members, sent, given, strict=True
-    ):
+    seats = torch.tensor([member.seat for member in members])
+    for member, each, (x_BX, number_BK, weight_BK) in zip(members, sent, given, strict=True):
         each.receive()
         member.exchange.check()
-        slot_BK = torch.tensor(table.slots)[expert_BK]
-        is_here_BK = torch.isin(torch.tensor(table.seats)[expert_BK], torch.tensor(seats))
-        factor_BK = (slot_BK + 1) * weight_BK * is_here_BK * live_B[:, None]
+        is_here_BK = torch.isin(number_BK.div(3, rounding_mode="floor"), seats)
+        factor_BK = (number_BK % 3 + 1) * weight_BK * is_here_BK
         torch.testing.assert_close(each.y, x_BX * factor_BK.sum(dim=1, keepdim=True))
 
 
-HOME = ExpertTable((0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 0, 1))
-WITHOUT_1 = ExpertTable((0, 0, 2, 0, 2, 2), (0, 1, 2, 2, 0, 1))
+ALL = (0, 1, 2)
 
 
-def test_rows_reach_the_slots_of_their_experts_in_one_term_after_the_other(members):
-    """An instance is alone first; then one is lost, its experts move, and another comes."""
-    zero, one, two = members(0, 1, 2)
-    layer([one], HOME, [1])
-    meet([zero, one, two], 1, [0, 1, 2])
-    layer([zero, one, two], HOME, [0, 1, 2])
+def test_rows_reach_the_slots_that_they_name_in_one_term_after_the_other(members):
+    """An instance is alone first; then one is lost, rows name others' slots, and another comes."""
+    zero, one, two = members(*ALL)
+    layer([one], ALL)
+    meet([zero, one, two], 1, ALL)
+    layer([zero, one, two], ALL)
     meet([zero, two], 2, [0, 2])
-    for member in (zero, two):
-        member.exchange.place_experts(WITHOUT_1)
-    layer([zero, two], WITHOUT_1, [0, 2])
+    layer([zero, two], [0, 2])
     (newcomer,) = members(1)
-    meet([zero, newcomer, two], 3, [0, 1, 2])
-    for member in (zero, newcomer, two):
-        member.exchange.place_experts(HOME)
-    layer([zero, newcomer, two], HOME, [0, 1, 2])
+    meet([zero, newcomer, two], 3, ALL)
+    layer([zero, newcomer, two], ALL)
 
 
 def test_a_peer_whom_a_kernel_gave_up_in_silence_is_an_error_with_the_peer(members):
@@ -110,6 +109,7 @@ def test_a_peer_whom_a_kernel_gave_up_in_silence_is_an_error_with_the_peer(membe
     meet([zero, one], 1, [0, 1])
     zero.exchange.check()
     sent = zero.exchange.dispatch(*rows(0))
+    zero.exchange.receive(sent)
     zero.exchange.run_experts(sent, Plain())
     sent.receive()
     with pytest.raises(ExchangeTimeout, match="instance 0 waited for rows of instance 1") as found:
@@ -119,7 +119,7 @@ def test_a_peer_whom_a_kernel_gave_up_in_silence_is_an_error_with_the_peer(membe
     with pytest.raises(TermOver):
         zero.exchange.check()
     meet([zero, one], 2, [0, 1])
-    layer([zero, one], HOME, [0, 1])
+    layer([zero, one], ALL)
 
 
 def test_what_a_lost_instance_sent_is_not_taken_for_rows_of_the_next_one(members):

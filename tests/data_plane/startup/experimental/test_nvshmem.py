@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -22,10 +23,9 @@ from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp.receiver import receive_in_python
-from data_plane.transport.tcp.server import TcpSegmentServer
 from harness.gpu_stand_ins.fake_nvshmem import FakeLibrary, Group
+from harness.transports.tcp_nodes import tcp_nodes
 from nanocp.config.limits import LimitsConfig
-from nanocp.values.members import Peer
 
 CPU = torch.device("cpu")
 
@@ -40,11 +40,15 @@ def memory(library, segments, instance, num_instances=2, timeout_ms=20_000, lane
     return NvshmemMemory(library, segments, instance, lane_places, limits, CPU)
 
 
+two_nodes = partial(tcp_nodes, receive=receive_in_python)
+
+
 def test_nvidias_library_takes_our_structures():
     """It loads without a GPU; it makes ids, and writes into the attributes where we read them."""
     environment = {}
     library = load_nvshmem("127.0.0.1:5000", environment)
     assert environment == {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "=lo"}
+    assert library.version.startswith("3.") and not library.is_running
     unique_id = library.unique_id()
     assert len(unique_id) == 128 and int.from_bytes(unique_id[:4], "little") == (1 << 16) + 128
     kept, attributes = ctypes.create_string_buffer(unique_id, 128), nvshmem._Attributes()
@@ -74,17 +78,44 @@ def test_instances_meet_and_find_each_others_memory(cluster_id):
 
 def test_the_id_of_a_group_reaches_another_node(cluster_id):
     """The description of a segment has it, which comes over TCP."""
-    group, server = Group(2, far=[(0, 1)]), TcpSegmentServer("127.0.0.1", receive_in_python)
-    owner = Segments(cluster_id, server, node="a")
-    other = Segments(cluster_id, node="b")
-    peers = [Peer("a", owner.address), Peer("b", "")]
-    owner.meet(peers)
-    other.meet(peers)
-    with ThreadPoolExecutor(2) as pool:
+    group = Group(2, far=[(0, 1)])
+    with two_nodes(cluster_id) as (owner, other), ThreadPoolExecutor(2) as pool:
         first = pool.submit(memory(Nvshmem(FakeLibrary(group)), owner, 0).begin_term, [0, 1])
         memory(Nvshmem(FakeLibrary(group)), other, 1).begin_term([0, 1])
         assert first.result().addresses[1] == FAR
-    owner.close()
+
+
+def test_a_group_that_deep_ep_has_started_is_joined(cluster_id):
+    """By its instances as PEs; nobody makes another group, which would wait for ever."""
+    group = Group(2)
+    libraries = [FakeLibrary(group), FakeLibrary(group)]
+    for library in libraries:
+        library.nvshmemx_get_uniqueid.run = None
+    with two_nodes(cluster_id) as nodes, ThreadPoolExecutor(2) as pool:
+        list(pool.map(FakeLibrary.join, libraries, range(2)))
+        joining = [
+            pool.submit(memory(Nvshmem(library), segments, instance).begin_term, [0, 1])
+            for instance, (library, segments) in enumerate(zip(libraries, nodes, strict=True))
+        ]
+        for seat, each in enumerate(joining):
+            assert each.result().addresses[seat] == group.memory[seat][0].data_ptr()
+    assert [library.num_users for library in libraries] == [2, 2]
+
+
+def test_another_version_of_the_library_is_refused_before_it_starts(cluster_id):
+    group = Group(2)
+    libraries = [FakeLibrary(group), FakeLibrary(group)]
+    libraries[1].version = (3, 3, 9)
+    with two_nodes(cluster_id) as nodes, ThreadPoolExecutor(2) as pool:
+        starting = [
+            pool.submit(memory(Nvshmem(library), segments, instance).agree)
+            for instance, (library, segments) in enumerate(zip(libraries, nodes, strict=True))
+        ]
+        with pytest.raises(ValueError, match=r"instance 1 has NVSHMEM 3.3.9, and instance 0 NVSH"):
+            starting[0].result()
+        with pytest.raises(ValueError, match=r"instance 0 has NVSHMEM 3.4.5, and instance 1 NVSH"):
+            starting[1].result()
+    assert [library.num_users for library in libraries] == [0, 0]
 
 
 def test_an_instance_alone_meets_nobody_and_there_is_one_term(cluster_id):
@@ -102,10 +133,19 @@ def test_an_instance_alone_meets_nobody_and_there_is_one_term(cluster_id):
 
 
 def test_a_wait_for_all_instances_is_bounded_and_ends_with_the_term(cluster_id):
-    library = Nvshmem(FakeLibrary(Group(2), limit_s=2))
+    library = Nvshmem(FakeLibrary(group := Group(3), limit_s=2))
     segments = Segments(cluster_id, term=(term := Term()))
-    with pytest.raises(ExchangeTimeout, match="NVSHMEM did not start on all 2 instances in 200 ms"):
+    with pytest.raises(ExchangeTimeout, match="nvshmem0-1 did not appear in 200 ms"):
         memory(library, segments, 0, timeout_ms=200).begin_term([0, 1])
+    both = [Nvshmem(FakeLibrary(group, limit_s=2)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        starting = [
+            pool.submit(memory(each, Segments(cluster_id), seat, 2, 1000).begin_term, [0, 1])
+            for seat, each in enumerate(both)
+        ]
+        for each in starting:
+            with pytest.raises(ExchangeTimeout, match="NVSHMEM did not start on all instances in"):
+                each.result()
     term.end(1)
     with pytest.raises(TermOver):
         memory(library, segments, 0).begin_term([0, 1])

@@ -11,8 +11,8 @@ from typing import Any
 from control_plane.frontend.client_stream import ClientStream
 from control_plane.observe.observer import EndedRequest
 from control_plane.ports.controller_interface import Submission
+from harness.hash_clusters.hash_parts import Unobserved
 from harness.hash_clusters.hash_recovery import ReseedingStreams
-from harness.unobserved import Unobserved
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import SamplingParams
 

@@ -15,8 +15,8 @@ from transformers import (
     StaticCache,
 )
 
+from harness.overlap.overlap_models import rules_of
 from nanocp.overlap.engine.backend import overlap
-from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import DualBatchOverlap, NanoFlow
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -52,11 +52,7 @@ MODELS = {
 def compiled(attention, policy):
     model = MODELS[attention]().eval()
     engines = []
-    return (
-        model,
-        overlap(model, policy((SplitModule(attention, "attention"),)), engines.append),
-        engines,
-    )
+    return model, overlap(model, policy(rules_of(model, attention)), engines.append), engines
 
 
 def cases(ways, *quick):

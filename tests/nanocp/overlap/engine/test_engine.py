@@ -10,7 +10,7 @@ from torch import nn
 from harness.overlap.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
 from nanocp.overlap.engine.backend import overlap_backend
 from nanocp.overlap.engine.engine import Forward
-from nanocp.overlap.ops import SplitFunc
+from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import (
     DualBatchOverlap,
     NanoFlow,
@@ -46,28 +46,27 @@ SIZES = {16: (8, 8), 17: (4, 13), 18: (4, 5, 9)}
 """Micro-batches by the rows of a batch."""
 
 
-class Any:
+class Any(Sequential):
     """Executes any ready operators in any grouping."""
 
-    rules = LINEARS
-
     def __init__(self, seed: int) -> None:
+        super().__init__(LINEARS)
         self.random = random.Random(seed)
         self.executed: list[tuple[int, int]] = []
 
-    def schedule(self, ops) -> None:
-        sizes = SIZES[ops.batch_size]
-        ops.split(sizes)
-        while not ops.is_finished:
-            ready = [op for part in range(len(sizes)) for op in ops.get_ready_ops(part)]
-            chosen = self.random.choice(ready)
-            group = [op for op in ready if op.number == chosen.number]
-            if self.random.random() < 0.3:
-                group = self.random.sample(ready, self.random.randint(1, len(ready)))
-            elif self.random.random() < 0.5:
-                group = [chosen]
-            ops.execute(group)
-            self.executed += [(op.number, op.micro_batch) for op in group]
+    def begin(self, ops) -> None:
+        ops.split(SIZES[ops.batch_size])
+
+    def next_round(self, ops) -> None:
+        ready = [op for part in range(ops.num_micro_batches) for op in ops.get_ready_ops(part)]
+        chosen = self.random.choice(ready)
+        group = [op for op in ready if op.number == chosen.number]
+        if self.random.random() < 0.3:
+            group = self.random.sample(ready, self.random.randint(1, len(ready)))
+        elif self.random.random() < 0.5:
+            group = [chosen]
+        ops.execute(group)
+        self.executed += [(op.number, op.micro_batch) for op in group]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -97,6 +96,30 @@ def test_policies_give_the_bits_of_the_whole_batch(policy, rows):
     (engine,) = engines
     is_whole = recorded(engine, rows) is None
     assert is_whole == (policy in (Sequential, SingleBatchOverlap))
+
+
+class OfLong(NanoFlow):
+    """Halves batches of long contexts only."""
+
+    def key(self, inputs):
+        self.is_long = inputs[0].shape[1] > 4
+        return self.is_long
+
+    def begin(self, ops):
+        if self.is_long:
+            super().begin(ops)
+
+
+def test_a_policy_is_asked_again_for_a_new_key():
+    model = Chain().eval()
+    run, engines = compiled(model, OfLong(LINEARS))
+    for length in (3, 6, 4, 7):
+        batch = torch.randn(8, length, WIDTH)
+        torch._dynamo.mark_dynamic(batch, 1)
+        assert torch.equal(run(batch), model(batch))
+    (engine,) = engines
+    assert [*engine.recordings] == [(8, False), (8, True)]
+    assert engine.recordings[8, False] is None and engine.recordings[8, True].sizes == (4, 4)
 
 
 def test_a_batch_that_is_not_split_runs_once_from_its_first_forward_on(monkeypatch):
@@ -185,7 +208,7 @@ def test_values_are_freed_at_their_last_use(monkeypatch, policy):
     batch = torch.randn(8, 5, WIDTH)
     run(batch)
     recording = recorded(engines[0], 8)
-    engines[0].recordings[8] = recording._replace(steps=Watched(recording.steps))
+    engines[0].recordings[8, None] = recording._replace(steps=Watched(recording.steps))
     run(batch)
     assert len(alive) == len(recording.steps) and max(alive) <= 2, alive
 
@@ -197,7 +220,7 @@ def wrong(call):
     """A policy that begins right and then makes one wrong call."""
 
     class Wrong(Sequential):
-        def schedule(self, ops):
+        def next_round(self, ops):
             call(ops)
 
     return Wrong(LINEARS)
@@ -214,8 +237,8 @@ def too_early(ops):
     ops.execute((op._replace(number=1),))
 
 
-def forgets(ops):
-    ops.execute(ops.get_ready_ops(0))
+def does_nothing(ops):
+    """It executes none of the ready operators."""
 
 
 def never_ends(ops):
@@ -231,7 +254,7 @@ def splits_late(ops):
 @pytest.mark.parametrize(("call", "error", "sentence"), [
     (twice, ValueError, "operator 0 .* was executed before"),
     (too_early, ValueError, "operator 1 .* is not ready"),
-    (forgets, RuntimeError, "the policy has not executed operator 1"),
+    (does_nothing, RuntimeError, "it never ends"),
     (never_ends, RuntimeError, "it never ends"),
     (splits_late, ValueError, "split comes before the first execute"),
     (lambda ops: ops.split((3, 3)), ValueError, "micro-batches of 3, 3 rows do not make"),
@@ -356,6 +379,18 @@ def test_functions_are_cut_out_by_their_names():
     run(torch.randn(8, WIDTH))
     tags = [each.tag for each in engines[0].program.operators]
     assert tags == ["", "network"] * 3 + [""]
+
+
+def test_modules_are_cut_out_by_their_class_not_by_its_name():
+    other = type("Linear", (nn.Linear,), {})
+    for rule, tags in ((other, ["", "mine"]), (nn.Linear, ["mine", "", "mine"])):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), other(WIDTH, WIDTH)).eval()
+        run, engines = compiled(model, NanoFlow((SplitModule(rule, "mine"),)))
+        run(torch.randn(8, WIDTH))
+        assert [each.tag for each in engines[0].program.operators] == tags
+    with pytest.raises(ValueError, match="module_class is 'Linear'; it must be a class"):
+        SplitModule("Linear", "mine")
 
 
 def test_what_a_half_sends_leaves_before_the_other_half_computes():

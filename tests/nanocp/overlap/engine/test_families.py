@@ -10,8 +10,7 @@ import torch
 import transformers
 from torch.utils._pytree import tree_leaves
 
-from harness.overlap.overlap_models import compiled
-from nanocp.overlap.ops import SplitModule
+from harness.overlap.overlap_models import compiled, rules_of
 from nanocp.overlap.policies.orders import NanoFlow
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -103,7 +102,7 @@ def made(name):
 )
 def test_a_family_is_cut_and_gives_its_own_results(name):
     model, attention, inputs = made(name)
-    run, engines = compiled(model, NanoFlow((SplitModule(attention, "attention"),)))
+    run, engines = compiled(model, NanoFlow(rules_of(model, attention)))
     worst = 0.0
     for rows in (8, 8, 5, 5):
         given = inputs(rows)
@@ -122,7 +121,7 @@ def test_mamba_is_refused_by_name_and_right(caplog):
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     config = transformers.MambaConfig(**sizes, intermediate_size=64)
     model = transformers.MambaForCausalLM(config).eval()
-    run, engines = compiled(model, NanoFlow((SplitModule("MambaMixer", "attention"),)))
+    run, engines = compiled(model, NanoFlow(rules_of(model, "MambaMixer")))
     given = {"input_ids": ids(8, 2), "use_cache": False}
     torch.testing.assert_close(run(**given).logits, model(**given).logits)
     assert engines == [] and "runs under a transformation of torch.func" in caplog.text
@@ -134,7 +133,9 @@ def test_switch_transformers_are_right_in_pieces(caplog):
     experts = {"num_heads": 4, "num_experts": 2, "expert_capacity": 3}
     config = transformers.SwitchTransformersConfig(**T5, num_sparse_encoder_layers=1, **experts)
     model = transformers.SwitchTransformersEncoderModel(config).eval()
-    run, engines = compiled(model, NanoFlow((SplitModule("SwitchTransformersMLP", "mlp"),)))
+    run, engines = compiled(
+        model, NanoFlow(rules_of(model, "SwitchTransformersDenseActDense", "mlp"))
+    )
     for rows in (8, 8, 5):
         given = ids(rows)
         mine, own = (form(given).last_hidden_state for form in (run, model))

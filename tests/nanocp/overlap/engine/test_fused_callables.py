@@ -11,26 +11,27 @@ from nanocp.overlap.policies.orders import Comet, Flux, NanoFlow, TokenWeave
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-def linears(calls):
-    """A fused callable of any linears on four rows each; it notes how many there were."""
+def linears(calls, rows=4):
+    """A fused callable of any linears on so many rows each; it notes how many there were."""
 
     def linear(inputs):
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-        rows = next(each for each in tensors if each.shape[0] == 4 and each.dim() == 2)
+        batch = next(each for each in tensors if each.shape[0] == rows and each.dim() == 2)
         weight = next(each for each in tensors if each.shape == (WIDTH, WIDTH))
         bias = next(each for each in tensors if each.dim() == 1)
-        return (torch.nn.functional.linear(rows, weight, bias),)
+        return (torch.nn.functional.linear(batch, weight, bias),)
 
     return lambda *operators: calls.append(len(operators)) or [*map(linear, operators)]
 
 
-def test_a_fused_callable_takes_the_place_of_operators():
-    model = Chain().eval()
-    calls = []
-    run, _ = compiled(model, TokenWeave((SplitModule("Linear", "network"),), linears(calls)))
-    batch = torch.randn(8, WIDTH)
+@pytest.mark.parametrize(("policy", "tag", "rows"), [
+    (TokenWeave, "network", 4), (Flux, "linear_all_reduce", 8), (Comet, "gemm_combine", 8),
+])  # fmt: skip
+def test_a_fused_callable_takes_the_place_of_operators(policy, tag, rows):
+    model, calls, batch = Chain().eval(), [], torch.randn(8, WIDTH)
+    run, _ = compiled(model, policy((SplitModule(nn.Linear, tag),), linears(calls, rows)))
     assert torch.equal(run(batch), model(batch)) and torch.equal(run(batch), model(batch))
-    assert calls == [1] * (3 * 2 * 2)
+    assert calls == [1] * (3 * (8 // rows) * 2)
 
 
 def test_different_operators_of_two_halves_are_one_fused_call():
@@ -51,33 +52,11 @@ def test_different_operators_of_two_halves_are_one_fused_call():
     assert calls == [2] * (3 * 2) and recorded(engines[0], 8) is not None
 
 
-@pytest.mark.parametrize(("policy", "tag"), [(Flux, "linear_all_reduce"), (Comet, "gemm_combine")])
-def test_flux_and_comet_replace_what_their_tags_say(policy, tag):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
-    calls = []
-
-    def fused(inputs):
-        calls.append(inputs)
-        shapes = {each.dim(): each for each in inputs if isinstance(each, torch.Tensor)}
-        rows = next(each for each in inputs if isinstance(each, torch.Tensor) and len(each) == 8)
-        weight = next(
-            each
-            for each in inputs
-            if isinstance(each, torch.Tensor) and each.shape[0] == WIDTH and each.dim() == 2
-        )
-        return [(torch.nn.functional.linear(rows, weight, shapes[1]),)]
-
-    run, _ = compiled(model, policy((SplitModule("Linear", tag),), fused))
-    batch = torch.randn(8, WIDTH)
-    assert torch.equal(run(batch), model(batch))
-    assert len(calls) == 2
-
-
 def test_an_error_in_an_operator_names_it():
     def fails(inputs):
         raise RuntimeError("the kernel is missing")
 
-    run, _ = compiled(Chain().eval(), Flux((SplitModule("Linear", "linear_all_reduce"),), fails))
+    run, _ = compiled(Chain().eval(), Flux((SplitModule(nn.Linear, "linear_all_reduce"),), fails))
     with pytest.raises(RuntimeError, match="the kernel is missing") as raised:
         run(torch.randn(8, WIDTH))
     assert "operator 0 (linear_all_reduce) of micro-batch 0" in " ".join(raised.value.__notes__)

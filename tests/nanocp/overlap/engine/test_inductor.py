@@ -12,7 +12,7 @@ from nanocp.overlap.policies.orders import NETWORK, NanoFlow
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
-RULES = (SplitModule("Linear", "attention"), SplitFunc("sigmoid", NETWORK))
+RULES = (SplitModule(nn.Linear, "attention"), SplitFunc("sigmoid", NETWORK))
 WIDTH, DEPTH = 16, 4
 
 

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 UP = Operation("up", COMPUTE, 10.0, 0.0, needs_before=("down",))
 DOWN = Operation("down", MEMORY, 10.0, 0.0, needs=("up",))
-RULES = (SplitModule("Up", "up"), SplitModule("Down", "down"))
 WIDTH, LAYERS = 8, 3
 
 
@@ -26,6 +25,9 @@ class Up(nn.Linear):
 
 class Down(nn.Linear):
     pass
+
+
+RULES = (SplitModule(Up, "up"), SplitModule(Down, "down"))
 
 
 class Model(nn.Module):
@@ -43,11 +45,11 @@ class Model(nn.Module):
 class Noted(Scheduled):
     """Remembers what was executed together."""
 
-    def schedule(self, ops):
+    def begin(self, ops):
         self.executed = []
         execute = ops.execute
         ops.execute = lambda group, **how: (self.executed.append(group), execute(group, **how))
-        super().schedule(ops)
+        super().begin(ops)
 
     def order(self):
         """(tag, micro-batches) of the operators with a tag."""
@@ -106,7 +108,7 @@ def test_a_file_of_a_schedule_is_a_policy(tmp_path):
 
 
 @pytest.mark.parametrize(("rules", "slots", "sentence"), [
-    ((SplitModule("Up", "upp"),), HALVES, "rules cut out upp; the schedule's operations are"),
+    ((SplitModule(Up, "upp"),), HALVES, "rules cut out upp; the schedule's operations are"),
     (RULES, HALVES[1:], "has not all rows of the batch"),
     (RULES, [*HALVES, slot(UP, 0, 1, 30)], "has rows of up twice"),
 ])  # fmt: skip

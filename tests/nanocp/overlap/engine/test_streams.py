@@ -2,23 +2,31 @@
 
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.graph.lane_parts import LanePart, in_order, order_of_lanes
 from harness.gpu_stand_ins.cuda_stand_in import Cuda
 from harness.overlap.overlap_models import recorded
 from nanocp.overlap.engine import engine as engines
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.engine.streams import CudaStreams, green_context, streams_of
 from nanocp.overlap.ops import SplitFunc, SplitModule
-from nanocp.overlap.policies.orders import NETWORK, NanoFlow, SingleBatchOverlap
+from nanocp.overlap.policies.orders import (
+    ATTENTION,
+    NETWORK,
+    DualBatchOverlap,
+    NanoFlow,
+    Sequential,
+    SingleBatchOverlap,
+    TokenWeave,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
-RULES = (SplitModule("Linear", "attention"), SplitFunc("relu", NETWORK))
+RULES = (SplitModule(torch.nn.Linear, "attention"), SplitFunc("relu", NETWORK))
 WIDTH = 16
 
 
@@ -188,35 +196,66 @@ def test_side_streams_fork_from_the_caller_and_join_it(monkeypatch):
             streams.record()
         raise KeyError
     assert cuda.log == [
-        ("caller", "records"),
-        ("side 0", "waits", "caller"),
-        ("side 0", "awaits", event),
-        ("side 0", "records"),
-        ("caller", "waits", "side 0"),
-    ]
+        ("caller", "records"), ("side 0", "waits", "caller"), ("side 0", "awaits", event),
+        ("side 0", "records"), ("caller", "waits", "side 0"),
+    ]  # fmt: skip
     assert streams_of([torch.zeros(1), 3]) is None, "a CPU has none"
 
 
-def lane(cuda, name):
-    """A lane's pool, and its step, which notes where it runs."""
-    pool = SimpleNamespace(
-        device="cuda:0", start=lambda: cuda.log.append((cuda.now.name, "starts", name))
-    )
-    return pool, lambda context: cuda.log.append((cuda.now.name, "runs", context))
+class Whole(Sequential):
+    """Both lanes as one micro-batch."""
+
+    def begin(self, ops):
+        ops.split((2,))
+
+
+class Noted(LanePart):
+    """A part that notes with how many others it runs."""
+
+    def __init__(self, lane, context, tag):
+        super().__init__(tag)
+        self.lane, self.context = lane, context
+
+    def run_with(self, others):
+        self.lane.note(self.context, len(others))
+
+
+class Lane:
+    """A lane's pool, and its step, which notes where each part runs."""
+
+    tags = ("other", ATTENTION, NETWORK, "experts")
+
+    def __init__(self, cuda, name):
+        self.cuda, self.name, self.device = cuda, name, "cuda:0"
+
+    def start(self):
+        self.cuda.log.append((self.cuda.now.name, "starts", self.name))
+
+    def note(self, context, what):
+        self.cuda.log.append((self.cuda.now.name, "runs", context, what))
+
+    def run(self, context):
+        self.note(context, "all")
+
+    def phases(self, context):
+        for tag in self.tags:
+            yield Noted(self, context, tag)
+            self.note(context, tag)
 
 
 def test_lanes_are_one_graph_in_which_they_fork_and_join(monkeypatch):
     cuda = Cuda()
     cuda.install(monkeypatch)
-    replay = CudaGraphs(*lane(cuda, 0), lane(cuda, 1)).capture("own", "other")
-    assert cuda.log == [
-        "capture",
-        ("side 1", "waits", "side 0"),
-        ("side 0", "runs", "own"),
-        ("side 1", "runs", "other"),
-        ("side 0", "waits", "side 1"),
-        "captured",
-    ]
+    lanes = [(Lane(cuda, name),) * 2 for name in (0, 1)]
+    replay = CudaGraphs(*lanes).capture("own", "other")
+    assert cuda.log[0] == "capture" and cuda.log[-2:] == [("side 0", "waits", "side 1"), "captured"]
+    runs = [each for each in cuda.log if "runs" in each]
+    assert runs == [
+        (f"side {number}", "runs", context, tag)
+        for tag in Lane.tags for number, context in enumerate(("own", "other"))
+    ]  # fmt: skip
+    assert ("side 1", "waits", "side 0") in cuda.log[:3]
+    assert not any("awaits" in each for each in cuda.log), "each lane goes on by itself"
     cuda.log.clear()
     replay()
     assert cuda.log == [
@@ -228,10 +267,45 @@ def test_lanes_are_one_graph_in_which_they_fork_and_join(monkeypatch):
     ]
 
 
+def test_a_wait_of_a_lane_is_beside_what_the_other_computes(monkeypatch):
+    cuda = Cuda()
+    cuda.install(monkeypatch)
+    lanes = [(Lane(cuda, name),) * 2 for name in (0, 1)]
+    CudaGraphs(*lanes, policies=[DualBatchOverlap()]).capture("own", "other")
+    runs = [each for each in cuda.log if "runs" in each]
+    assert [each[2:] for each in runs if ATTENTION in each or 1 in each] == [
+        ("own", 1), ("own", ATTENTION), ("other", ATTENTION),
+    ], "once for both"  # fmt: skip
+    of_waits = {where for where, _, _, what in runs if what == NETWORK}
+    assert of_waits.isdisjoint(where for where, _, _, what in runs if what == "experts")
+    begun = {each[2:]: place for place, each in enumerate(cuda.log) if "runs" in each}
+    for context in ("own", "other"):
+        between = cuda.log[begun[context, NETWORK] : begun[context, "experts"]]
+        assert any("awaits" in each for each in between), "experts wait for their rows"
+
+
+def test_what_a_part_reads_is_kept_while_its_stream_reads_it():
+    clocks, rows = Clocks(), [torch.zeros(1) for _ in range(2)]
+    lanes = [iter([LanePart(tag, (own,)) for tag in Lane.tags]) for own in rows]
+    assert [*in_order(lanes, order_of_lanes(Lane.tags, 2, DualBatchOverlap()), clocks)]
+    for name in ("", NETWORK):
+        assert {(name, id(own)) for own in rows} < clocks.uses
+
+
+@pytest.mark.parametrize(("policy", "words"), [
+    (TokenWeave((), lambda *each: each), "TokenWeave replaces operators"),
+    (Whole(), "Whole makes 1 micro-batches of 2 lanes"),
+])  # fmt: skip
+def test_an_order_that_no_graph_of_lanes_can_have_is_refused(policy, words):
+    with pytest.raises(ValueError, match=words):
+        order_of_lanes(Lane.tags, 2, policy)
+
+
 def test_a_window_of_one_lane_has_a_graph_without_the_other_s_stream(monkeypatch):
     cuda = Cuda()
     cuda.install(monkeypatch)
-    replay = CudaGraphs(*lane(cuda, 0), lane(cuda, 1)).capture("own")
+    lanes = [(Lane(cuda, name),) * 2 for name in (0, 1)]
+    replay = CudaGraphs(*lanes).capture("own")
     replay()
     assert "side 1" not in {where for where, *_ in cuda.log}
     assert [each for each in cuda.log if "starts" in each] == [("side 0", "starts", 0)]

@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from nanocp.cli.main import app
+from harness.programs.cluster_files import write_cluster
+from harness.programs.command_line import nanocp
 from nanocp.cli.plan.page import _rate
 from nanocp.simulator.analyser.analysis import (
     COST_GROUPS,
@@ -19,7 +19,7 @@ from nanocp.simulator.analyser.analysis import (
     analyse,
     changed_costs,
 )
-from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.request_logs import read_log
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo
@@ -59,12 +59,9 @@ def test_a_gain_hangs_on_what_takes_it_away():
 def files(tmp_path_factory):
     """Write a cluster of two nodes of 4 instances, and a log with a few long prompts."""
     folder = tmp_path_factory.mktemp("plan")
-    tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
-    tree["cluster"] |= {"num_instances": 8, "instances_per_node": 4, "max_model_len": 262_144}
-    tree["model"] |= {"num_experts": 64}
-    tree["memory"] |= {"hbm_gb": 100.0}
-    tree["cp_degrees"] = [1, 2, 4]
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(tree))
+    size = {"num_instances": 8, "instances_per_node": 4, "max_model_len": 262_144}
+    shape = {"model": {"num_experts": 64}, "memory": {"hbm_gb": 100.0}, "cp_degrees": [1, 2, 4]}
+    write_cluster(folder / "cluster.yaml", cluster=size, **shape)
     lines = (LINE % (40 * i, 200_000 if i % 50 == 0 else 700) for i in range(400))
     (folder / "log.jsonl").write_text("".join(lines))
     return folder
@@ -123,8 +120,7 @@ def test_timing_samples_again_says_what_whole_runs_would(files, rates, group, fa
     assert steps[0] / steps[1] == pytest.approx(nearer, rel=0.1)
 
 
-def plan(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+plan = partial(nanocp, "plan")
 
 
 def test_the_page_of_a_log(files, rates, monkeypatch):

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from nanocp.cli.main import app
+from benchmarks.simulated.plan_load import all_sustained
+from harness.programs.command_line import nanocp
 from nanocp.simulator.analyser import groups
-from nanocp.simulator.analyser.groups import all_sustained, play_groups
+from nanocp.simulator.analyser.groups import play_groups
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
@@ -85,18 +85,8 @@ def test_the_load_of_a_group():
 
 def test_the_command_has_a_column_for_each_group(monkeypatch):
     monkeypatch.setattr(groups, "STALE_US", 100_000)
-    words = [
-        "simulate",
-        "--rate",
-        "6",
-        "--set",
-        "groups=2",
-        "--set",
-        "instances=16",
-        "--seconds",
-        "2",
-    ]
-    result = CliRunner().invoke(app, [*words, "--warm-up", "0.2", "--workload", "issue-0"])
+    words = ("simulate", "--rate", 6, "--set", "groups=2", "--set", "instances=16", "--seconds", 2)
+    result = nanocp(*words, "--warm-up", "0.2", "--workload", "issue-0")
     assert "cost_aware, group 2" in " ".join(result.stdout.split()), result.output
-    refused = CliRunner().invoke(app, [*words, "--policy", "fluid"])
+    refused = nanocp(*words, "--policy", "fluid")
     assert refused.exit_code == 2 and "groups is not for policy fluid" in refused.output

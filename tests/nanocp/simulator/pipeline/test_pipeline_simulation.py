@@ -5,10 +5,10 @@ from itertools import islice
 
 import pytest
 
+from benchmarks.pipeline.forming import PASS_FORMS, making
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Slo
-from nanocp.simulator.pipeline.forming import PASS_FORMS
 from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file, shipped_pipelines
 from nanocp.simulator.pipeline.simulation import SPREAD, PipelineSimulation, PipelineTrial
 
@@ -97,7 +97,8 @@ def test_each_system_forms_passes_its_way():
     for form in PASS_FORMS:
         passes = formed[form] = []
         requests = Workload("fixed:700:9", 100, seed=1).requests(FILE.max_model_len)
-        outcome = Noted(PipelineTrial(FILE, "even", passes=form)).run(islice(requests, 30))
+        trial = PipelineTrial(FILE, "even", make_rows=making(form))
+        outcome = Noted(trial).run(islice(requests, 30))
         assert outcome.num_judged == 30, form
     most = {form: max(map(sum, passes)) for form, passes in formed.items()}
     assert most["sarathi"] <= 512 < most["ours"]
@@ -152,10 +153,10 @@ def test_what_cannot_be_is_named(tmp_path):
         load_pipeline_file("a100x4")
     path = tmp_path / "mine.yaml"
     path.write_text("model: 3\n")
-    with pytest.raises(ValueError, match=r"mine\.yaml: model: "):
+    with pytest.raises(ValueError, match=r"mine\.yaml: model is 3; it must be a section of keys"):
         load_pipeline_file(str(path))
     with pytest.raises(ValueError, match="passes is 'orca'; it must be ours, vllm, "):
-        play(passes="orca")
+        making("orca")
     with pytest.raises(ValueError, match="predictor is 'none'; it must be paper or ours"):
         play(predictor="none")
     with pytest.raises(ValueError, match="constants is 'x'; it must be peak or fitted"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
 from nanocp.config.choices import check_one_of
+from nanocp.simulator.pipeline.simulation import MakeRows
 
 PASS_FORMS = ("ours", "vllm", "gllm", "sarathi", "no_mixing")
 
@@ -15,17 +17,19 @@ GLLM_PASSES, GLLM_LEAST_TOKENS = 8, 32
 """gLLM's throttling (arXiv 2504.14775): prompts are spread over 8 passes, 32 tokens or more."""
 
 
+def making(form: str) -> MakeRows | None:
+    """What PipelineTrial takes for a name of PASS_FORMS. Raises ValueError for another."""
+    check_one_of(PASS_FORMS, passes=form)
+    return None if form == PASS_FORMS[0] else partial(FormedRows, form)
+
+
 class FormedRows(PassRows):
     """Rows in passes as another system forms them."""
 
     def __init__(
         self, form: str, num_stages: int, max_tokens: int, free_share: Callable[[], float]
     ) -> None:
-        """form: a name of PASS_FORMS but the first; free_share: share of free frames.
-
-        Raises ValueError for another name.
-        """
-        check_one_of(PASS_FORMS[1:], passes=form)
+        """free_share: share of free frames."""
         super().__init__(num_stages, SARATHI_TOKENS if form == "sarathi" else max_tokens)
         self._form = form
         self._free_share = free_share
