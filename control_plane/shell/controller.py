@@ -43,6 +43,8 @@ _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
 _ANSWER_S = 10.0
 """Longest wait for the controller's thread to answer."""
+_MOVES_NS = 500_000
+"""Time for planning where experts go, between two windows, but for one step of less than 1 ms."""
 _NUMBER = re.compile("[0-9]{1,18}")
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
@@ -313,6 +315,11 @@ class Controller(ControllerInterface):
             self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._coordinator.carry_out(plan, began_ns // 1000)
             self._shell.settle()
+            if (experts := self._flights.experts) is not None:
+                # The window is on its way.
+                until_ns = time.monotonic_ns() + _MOVES_NS
+                experts.advance(lambda: time.monotonic_ns() < until_ns)
+                self._shell.settle()
         finally:
             # The plan is on its way: nothing waits for the log. A call in which the scheduler fails
             # is written too.

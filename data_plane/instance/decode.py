@@ -19,6 +19,7 @@ from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, take_drafts
+from data_plane.instance.expert_slots import LoadedSlots
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import PageFrames, TermEnds, TermStart, state_page
 from data_plane.instance.lanes import WindowLane, run_in_turns
@@ -32,9 +33,9 @@ from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import copy_bytes
 from data_plane.kv.slots import Slots
+from data_plane.model.expert_weights import ExpertWeights
 from nanocp.config.whole import Config
 from nanocp.overlap.ops import OverlapPolicy
-from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, InstancePlan, Transfer
 from nanocp.values.sampling import TokenLogprobs
@@ -63,8 +64,8 @@ class Startup:
     """What is shared with others in the first term."""
     selected: list[str]
     """What was selected and why, one sentence each."""
-    load_experts: Callable[[ExpertTable], int]
-    """Loads this instance's experts of a table; returns how many."""
+    experts: ExpertWeights
+    """This instance's experts."""
     new_ends: Callable[[], TermEnds] | None
     """Makes what is shared with others in another term; None: there is one term only."""
     drafts_alone: bool = False
@@ -121,7 +122,8 @@ class DecodeInstance(WindowEdge):
         first, *others = startup.lanes
         sent_bytes = first.exchange.sent_bytes
         frames = InstanceFrames(config, startup.frames, startup.ends.exchange.instance)
-        super().__init__(config, startup.ends, frames, sent_bytes, startup.new_ends)
+        experts = LoadedSlots(startup.lanes, startup.experts, config.cluster.expert_load_mb_per_s)
+        super().__init__(config, startup.ends, frames, sent_bytes, experts, startup.new_ends)
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
         if (
@@ -139,7 +141,6 @@ class DecodeInstance(WindowEdge):
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
-        self._draw = DRAWS[config.data_plane.sampling]
 
     @property
     def awaited(self) -> int | None:
@@ -184,15 +185,6 @@ class DecodeInstance(WindowEdge):
         for lane in self.startup.lanes:
             lane.exchange.begin_term(ends.exchange)
             lane.step.meet(self._peers)
-
-    def place_experts(self, table: ExpertTable) -> None:
-        began = time.monotonic()
-        num_loaded = self.startup.load_experts(table)
-        for lane in self.startup.lanes:
-            lane.step.place_experts(table)
-        if num_loaded:
-            took_s = time.monotonic() - began
-            logger.info("loaded %d experts in %.2f s", num_loaded, took_s)
 
     # --- windows ---
 
@@ -292,10 +284,12 @@ class DecodeInstance(WindowEdge):
         if offset:
             pending = begin_masks(self.grammar_masks, rows)
         logits = cat(parts) if len(parts) > 1 else parts[0]
-        return sample(rows, logits, self._finished_masks(window, pending), self._draw)
+        draw = DRAWS[self._config.data_plane.sampling]
+        return sample(rows, logits, self._finished_masks(window, pending), draw)
 
     def _guess(self, rows: Sequence[Row], logits_BV: Tensor) -> list[int | None]:
-        return sample_drafts(rows, logits_BV, self.grammar_masks, self._draw)
+        draw = DRAWS[self._config.data_plane.sampling]
+        return sample_drafts(rows, logits_BV, self.grammar_masks, draw)
 
     def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:
         if pending is None:

@@ -183,6 +183,8 @@ class Instance(Protocol):
 
     pages: Any
     """What has the calls of Pages, and the term's rings."""
+    experts: Any
+    """The instance's ExpertTables."""
 
     def begin(self, plan: InstancePlan) -> Resync | None:
         """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.

@@ -172,13 +172,15 @@ class ExpertMoves:
 
         start_above: a layer's hottest instance over the mean, above which a plan changes it.
         """
-        self._num_experts, self._num_slots = num_experts, num_slots
+        self._num_experts, self.num_slots = num_experts, num_slots
         self._start_above, self._changes_per_round = start_above, changes_per_round
         self._number, self._seats, self._age = -1, list[int](), 0
         self._table: Table = ()
         self._sums: list[list[float]] = []
         """For each layer the pairs of each expert."""
         self._planned: dict[int, Held] = {}
+        self.imbalances: list[float] = []
+        """By layer the load of the hottest instance over the mean, when last planned."""
 
     def use(self, number: int, table: Table, seats: Sequence[int]) -> None:
         """Take the table that rows follow from now on. Other seats end a plan."""
@@ -194,7 +196,7 @@ class ExpertMoves:
         """
         if number != self._number:
             return
-        age, first = window // HALVED_EVERY, seat * self._num_slots
+        age, first = window // HALVED_EVERY, seat * self.num_slots
         part, self._age = 0.5 ** (age - self._age), age
         for sums, experts, counts in zip(self._sums, self._table, pairs, strict=True):
             sums[:] = [part * each for each in sums] if part < 1 else sums
@@ -203,15 +205,15 @@ class ExpertMoves:
 
     def placement(self, layer: int) -> LayerPlacement:
         """The experts of a layer where they are, with the loads so far."""
-        return LayerPlacement([*self._sums[layer]], self._held(self._table[layer]), self._num_slots)
+        return LayerPlacement([*self._sums[layer]], self._held(self._table[layer]), self.num_slots)
 
     def planned(self, layer: int) -> LayerPlacement:
         """The experts of a layer once the plan is carried out."""
         held = self._planned.get(layer) or self._held(self._table[layer])
-        return LayerPlacement(self._sums[layer], held, self._num_slots)
+        return LayerPlacement(self._sums[layer], held, self.num_slots)
 
     def _held(self, experts: Sequence[int]) -> Held:
-        num = self._num_slots
+        num = self.num_slots
         slots = (experts[seat * num : (seat + 1) * num] for seat in self._seats)
         return [[each for each in held if each >= 0] for held in slots]
 
@@ -229,12 +231,14 @@ class ExpertMoves:
 
     def _steps(self) -> Iterator[None]:
         budget = self._changes_per_round * len(self._seats)
+        self.imbalances = self.imbalances or [1.0] * len(self._table)
         for layer, experts in enumerate(self._table):
             best, held, loads = self.placement(layer), self._held(experts), [*self._sums[layer]]
+            self.imbalances[layer] = best.imbalance
             noise = _DEVIATIONS * sqrt(len(held) / max(1.0, sum(loads)))
             if best.imbalance > max(self._start_above, 1 + noise):
                 yield
-                slots = self._num_slots
+                slots = self.num_slots
                 ways = (
                     LayerPlacement(loads, held, slots).lowered(budget, each) for each in _COLDEST
                 )
@@ -275,7 +279,7 @@ class ExpertMoves:
 
     def _next(self, planned: Held, experts: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The next (number, expert) of a layer that has these experts."""
-        num, present = self._num_slots, self._held(experts)
+        num, present = self.num_slots, self._held(experts)
         both = [*zip(self._seats, present, planned, strict=True)]
         left = Counter(each for here in present for each in here)
         stay = Counter(each for _, here, wanted in both for each in here if each in wanted)

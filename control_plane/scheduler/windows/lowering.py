@@ -241,7 +241,8 @@ class Lowering:
         q_route, res_route = routes.take_route_changes()
         pending, self._pending = self._pending, defaultdict(_Pending)
         changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
-        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), two_lanes, num_drafts)
+        last = two_lanes, num_drafts, 0  # the coordinator names the expert table
+        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), *last)
         digests, plans = self.digests, []
         for instance in self.seats:
             before = after = digests[instance]
@@ -267,8 +268,7 @@ class Lowering:
                     tuple(of.hand_offs_out),
                     tuple(of.hand_offs_in),
                     tuple(of.ends),
-                    two_lanes,
-                    num_drafts,
+                    *last,
                 )
             header = (instance, window, first_step, num_steps, before, after)
             plans.append(_instance_plan(header + told))

@@ -365,7 +365,7 @@ class DecodeCluster:
         instance = build_instance(self.config, index, segments, self._checkpoint)
         self.instances[index] = instance
         if self._experts is not None:
-            instance.place_experts(self._experts)
+            instance.experts.slots.place(self._experts)
         instance.connect()
         self._outbox.put(instance.poll())
         try:

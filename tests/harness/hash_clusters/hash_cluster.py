@@ -56,7 +56,7 @@ relevel.MIN_PAGES = 1
 class HashCluster(HashPlay):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
-    has_drafts = has_states = False
+    has_drafts = has_states = has_moves = False
     draft_percent = 60
     """How many drafts of 100 are right."""
     depth = 1
@@ -125,7 +125,7 @@ class HashCluster(HashPlay):
     def place_experts(self, table: ExpertTable) -> None:
         """Put the experts where the table says; nothing has run yet."""
         for process in self.processes:
-            process.instance.place_experts(table)
+            process.instance.slots.place(table)
 
     def _new_ends(self) -> list[TermEnds]:
         num, layout = self.config.cluster.num_instances, region_layout(self.config)
@@ -137,6 +137,9 @@ class HashCluster(HashPlay):
 
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
+        if self.has_moves:
+            instance.experts.report_every = 2
+            instance.slots.failure_share = 0.003
         instance.token_after, instance.draft_percent = self._token_after, self.draft_percent
         if instance._frames.states is not None:
             instance._frames.states.depth = self.depth
