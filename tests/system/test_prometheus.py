@@ -65,7 +65,7 @@ def watched(program, tmp_path_factory):
     (folder / "api_key").write_text("a-key\n")
     operators = str(folder / "api_key")
     keys = {"api_keys": ("a-key",), "operator_keys_file": operators}
-    with hash_service(configured(CONFIG, num_drafts=1, **keys)) as service:
+    with hash_service(configured(CONFIG, num_drafts=1, lanes="random", **keys)) as service:
         config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
         intervals = ("scrape_interval", "scrape_timeout", "evaluation_interval")
         config["global"] = dict.fromkeys(intervals, "1s")
