@@ -16,7 +16,13 @@ from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights
-from data_plane.moe.mixture import MixtureOfExperts, MoeProbe, MoeSchedule, SlotNames
+from data_plane.moe.mixture import (
+    MixtureOfExperts,
+    MoeProbe,
+    MoeSchedule,
+    SlotLoads,
+    SlotNames,
+)
 from data_plane.native.calls import LONG, POINTER, MixtureFields
 from data_plane.native.experts import region_places
 from data_plane.native.kernels import NativeKernels
@@ -73,6 +79,7 @@ class NativeMixtures(MixtureOfExperts):
         self._peers: tuple[Any, ...] = ()
         self._fields: dict[int, tuple[Any, Any]] = {}
         self._names = SlotNames(home, layers, model.num_experts)
+        self._loads = SlotLoads(layers, home.num_slots)
 
     def meet(self, peers: Sequence[int]) -> None:
         self._present = list(peers)
@@ -82,6 +89,9 @@ class NativeMixtures(MixtureOfExperts):
         self._names.place(table)
         self._kernels.experts_changed()
         self._fields.clear()
+
+    def loads(self) -> Tensor:
+        return self._loads.take()
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
@@ -175,6 +185,7 @@ class NativeMixtures(MixtureOfExperts):
                 gate_up=ctypes.cast(experts.gate_up, POINTER),
                 down=ctypes.cast(experts.down, POINTER),
                 table=self._names.of(layer).data_ptr(),
+                loads=self._loads.of(layer).data_ptr(),
                 hidden=model.hidden_size,
                 experts=model.num_experts,
                 groups=model.num_groups,
