@@ -120,7 +120,8 @@ class Mixtures(Protocol):
     def loads(self) -> Tensor:
         """Return and clear how many pairs of a row and an expert visited each slot here.
 
-        [MoE layers, S] int64 on the host. Call it between two steps.
+        [MoE layers, S] int64 on the host. Call it between two steps. One that failed counts as far
+        as it got.
         """
 
 
