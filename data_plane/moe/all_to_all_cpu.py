@@ -174,8 +174,8 @@ class ExpertExchange(MixtureOfExperts):
     def run_experts(self, dispatched: Dispatched, moe: MoeWeights, load_S: Tensor) -> Tensor:
         """Run the experts here on all rows, and send the peers' sums back.
 
-        load_S: SlotLoads.of the layer. Returns the sums of the rows that stayed, [rows, X]. Raises
-        PeerLost or ExchangeTimeout.
+        load_S: SlotLoads.of. Returns the sums of the rows that stayed, [rows, X]. Raises PeerLost
+        or ExchangeTimeout.
         """
         epoch, exchange = dispatched.epoch, self._exchange
         arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self.peers]

@@ -55,16 +55,15 @@ def visit_experts(
 ) -> tuple[Tensor, list[int]]:
     """Run the experts on rows `own` of the batch and on those of peers.
 
-    own: int64 indices. peers: the DISPATCH region of each, and its COMBINE region for the sums.
-    first: the number of the first slot here. load_S: SlotLoads.of the layer. Returns (sums of own
-    rows [own, X], number of rows of each peer).
+    own: int64 indices. peers: DISPATCH regions with rows, and COMBINE regions for their sums.
+    first: the number of the first slot here. load_S: SlotLoads.of. Returns (sums of own rows
+    [own, X], number of rows of each peer).
     """
-    counts = [int(arrived["count"][0]) for arrived, _ in peers]
+    sent = [(arrived, int(arrived["count"][0])) for arrived, _ in peers]
+    counts = [count for _, count in sent]
     own_rows = {"hidden": x_BX[own], "number": number_BK[own], "weight": weight_BK[own]}
     x_TX, number_TK, weight_TK = (
-        torch.cat(
-            [rows, *(arrived[name][:count] for (arrived, _), count in zip(peers, counts, strict=True))]
-        )
+        torch.cat([rows, *(arrived[name][:count] for arrived, count in sent)])
         for name, rows in own_rows.items()
     )
     slot_TK = number_TK - first

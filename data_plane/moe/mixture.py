@@ -77,7 +77,7 @@ class SlotNames:
 
 
 class SlotLoads:
-    """A receiver's counts: the pairs of a row and an expert that visited each slot here.
+    """A receiver's counts: pairs of a row and an expert, by MoE layer and slot here.
 
     Its memory stays, for captured steps.
     """
@@ -85,20 +85,20 @@ class SlotLoads:
     def __init__(
         self, layers: Sequence[Any], num_slots: int, device: torch.device | str = "cpu"
     ) -> None:
-        """layers: LayerWeights, dense ones too."""
+        """layers: as for SlotNames."""
         places = _moe_layers(layers)
-        # Every layer's counts are aligned to 16 bytes, so that Triton makes one variant of a kernel.
+        # Each layer's are aligned to 16 bytes, so that Triton compiles a kernel once for all.
         shape = len(places), num_slots + num_slots % 2
         self._load_LS = torch.zeros(shape, dtype=torch.int64, device=device)[:, :num_slots]
         self._of_layer = dict[int, Tensor](zip(places, self._load_LS, strict=True))
         self._taken_LS = torch.zeros(len(places), num_slots, dtype=torch.int64)
 
     def of(self, layer: int) -> Tensor:
-        """Return a layer's counts [S] int64, which only grow: visits add to them in place."""
+        """Return a layer's counts [S] int64, to which visits add in place."""
         return self._of_layer[layer]
 
     def take(self) -> Tensor:
-        """Return what came since the call before, [MoE layers, S] int64 on the host."""
+        """Return what came since the call before; see Mixtures.loads."""
         load_LS = self._load_LS.to("cpu", copy=True)
         before_LS, self._taken_LS = self._taken_LS, load_LS
         return load_LS - before_LS
@@ -118,10 +118,9 @@ class Mixtures(Protocol):
         """Let rows name the slots of this table; those here have been filled."""
 
     def loads(self) -> Tensor:
-        """Return and clear how many pairs of a row and an expert visited each slot here.
+        """Return and clear the pairs of a row and an expert that visited each slot here.
 
-        [MoE layers, S] int64 on the host. Call it between two steps. One that failed counts as far
-        as it got.
+        [MoE layers, S] int64 on the host. Call it between steps; a failed one may count in part.
         """
 
 

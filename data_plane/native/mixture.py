@@ -64,7 +64,6 @@ class NativeMixtures(MixtureOfExperts):
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         calls = kernels.calls
-        self._run, self._resume = calls.run_mixture, calls.resume_mixture
         self._finish = calls.finish_mixture
         self._mixture = calls.new_mixture(
             kernels.processors.address, self._num_instances, self._instance, max_rows
@@ -107,13 +106,14 @@ class NativeMixtures(MixtureOfExperts):
         self._probe("expert")
         rows = x_BX.data_ptr(), normed_BX.data_ptr(), live_B.data_ptr(), x_BX.shape[0]
         how = self._peers[epoch & 1], epoch, self._schedule, out_BX.data_ptr()
-        ended = self._run(self._mixture, self._layer(layer), *rows, *how, awaited, self._counts)
+        calls, of = self._kernels.calls, self._layer(layer)
+        ended = calls.run_mixture(self._mixture, of, *rows, *how, awaited, self._counts)
         try:
             while ended != _DONE:
                 self._probe("dispatch_combine")
                 yield from self._serve(ended, epoch)
                 self._probe("expert")
-                ended = self._resume(self._mixture, awaited, self._counts)
+                ended = calls.resume_mixture(self._mixture, awaited, self._counts)
         except BaseException:
             # No task may outlive the rows and regions that it reads and writes.
             self._finish(self._mixture)

@@ -85,7 +85,7 @@ class CpuStep:
         self._mixtures.place_experts(table)
 
     def loads(self) -> torch.Tensor:
-        """Return and clear the loads of the slots here (moe.mixture.Mixtures)."""
+        """Return and clear the loads (Mixtures.loads)."""
         return self._mixtures.loads()
 
     @property

@@ -281,7 +281,7 @@ class GpuStep:
             self.mixture.place_experts(table)
 
     def loads(self) -> Tensor:
-        """Return and clear the loads of the slots here (moe.mixture.Mixtures)."""
+        """Return and clear the loads (Mixtures.loads)."""
         if self.mixture is None:
             return torch.zeros(0, 0, dtype=torch.int64)
         return self.mixture.loads()

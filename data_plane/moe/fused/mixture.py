@@ -223,10 +223,7 @@ class FusedMoe:
 def fused_weights(
     moe: MoeWeights, experts: GroupedExperts, number_ER: Tensor, load_E: Tensor
 ) -> FusedWeights:
-    """Return a layer's weights in the kernel's form.
-
-    number_ER: SlotNames.of the layer. load_E: SlotLoads.of it.
-    """
+    """Return a layer's weights in the kernel's form. The last two: SlotNames.of, SlotLoads.of."""
     gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
     tensors = [moe.gate, gate_bias, number_ER, load_E]
     for weight in (experts.gate_up, experts.down):

@@ -144,7 +144,7 @@ class FusedWeights(NamedTuple):
     number: Any
     """[G, 64] int32: SlotNames.of the layer."""
     load: Any
-    """[E] int64: SlotLoads.of the layer."""
+    """[E] int64: SlotLoads.of."""
     gate_up: Any
     """[E + V, 2I, X]."""
     gate_up_scale: Any

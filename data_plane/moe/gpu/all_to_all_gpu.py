@@ -40,10 +40,7 @@ class GpuAllToAll(Protocol):
         """Wait for the rows of all instances."""
 
     def run_experts(self, dispatched: Any, experts: GroupedExperts, load_E: Tensor) -> None:
-        """Run the experts here on all arrived rows, and send the sums back.
-
-        load_E: SlotLoads.of the layer, to which the rows' pairs are added.
-        """
+        """Run the experts here on all arrived rows; send the sums back. load_E: SlotLoads.of."""
 
     def receive_sums(self, dispatched: Any) -> None:
         """Wait for the sums of all instances."""

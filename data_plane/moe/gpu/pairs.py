@@ -179,8 +179,8 @@ def find_pairs(
 ) -> Pairs:
     """Find the pairs of the rows of a batch with the E slots of an instance alone.
 
-    number_BK: int64, of `gate`. load_E: SlotLoads.of the layer. num_shared: experts that every live
-    row visits.
+    number_BK: int64, of `gate`. load_E: SlotLoads.of. num_shared: experts that every live row
+    visits.
     """
     (num_rows, per_row), num_here = number_BK.shape, len(load_E)
     row_ES, slot, count_E = _tables(x_BX, num_here + num_shared, num_rows, slot_shape=(
@@ -203,7 +203,7 @@ def find_arrived_pairs(
     """Find the pairs of the rows that a wait for DISPATCH found in the exchange's memory.
 
     x_BX, number_BK: a batch, for dtypes. count_N: [N] int32, rows from each instance. load_E:
-    SlotLoads.of the layer.
+    SlotLoads.of.
     """
     ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("number", "hidden"))
     num_instances, per_row, num_here = len(count_N), number_BK.shape[1], len(load_E)

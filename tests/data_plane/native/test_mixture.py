@@ -89,7 +89,7 @@ def test_bit_equal_whatever_arrives_first(config, form, kind, seed):
 
 @pytest.mark.parametrize("how", ["torch", "native", "one call"])
 def test_loads_are_of_the_slots_that_live_rows_name(config, how):
-    """Of own rows and of those that arrive late, by layer, with replicas; read after each layer."""
+    """Own rows, and those that arrive late, visit replicas; loads are read after each layer."""
     table = random_table(config.num_experts, 3, seed=5, num_layers=2)
     case = MixtureCase(config, FASTEST, 3, seed=5, num_epochs=6, table=table)
     if how == "torch":
