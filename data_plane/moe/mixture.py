@@ -48,7 +48,7 @@ class SlotNames:
     ) -> None:
         """layers: LayerWeights, dense ones too."""
         self.num_slots = table.num_slots
-        places = [index for index, layer in enumerate(layers) if layer.moe is not None]
+        places = _moe_layers(layers)
         shape = len(places), num_experts, 1 + MAX_REPLICAS
         self._number_LER = torch.zeros(shape, dtype=torch.int32, device=device)
         self._of_layer = dict[int, Tensor](zip(places, self._number_LER, strict=True))
@@ -76,6 +76,38 @@ class SlotNames:
         return self._of_layer[layer]
 
 
+class SlotLoads:
+    """A receiver's counts: pairs of a row and an expert, by MoE layer and slot here.
+
+    Its memory stays, for captured steps.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], num_slots: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """layers: as for SlotNames."""
+        places = _moe_layers(layers)
+        # Each layer's are aligned to 16 bytes, so that Triton compiles a kernel once for all.
+        shape = len(places), num_slots + num_slots % 2
+        self._load_LS = torch.zeros(shape, dtype=torch.int64, device=device)[:, :num_slots]
+        self._of_layer = dict[int, Tensor](zip(places, self._load_LS, strict=True))
+        self._taken_LS = torch.zeros(len(places), num_slots, dtype=torch.int64)
+
+    def of(self, layer: int) -> Tensor:
+        """Return a layer's counts [S] int64, to which visits add in place."""
+        return self._of_layer[layer]
+
+    def take(self) -> Tensor:
+        """Return what came since the call before; see Mixtures.loads."""
+        load_LS = self._load_LS.to("cpu", copy=True)
+        before_LS, self._taken_LS = self._taken_LS, load_LS
+        return load_LS - before_LS
+
+
+def _moe_layers(layers: Sequence[Any]) -> list[int]:
+    return [index for index, layer in enumerate(layers) if layer.moe is not None]
+
+
 class Mixtures(Protocol):
     """All MoE layers of an instance, in the terms of a cluster."""
 
@@ -84,6 +116,12 @@ class Mixtures(Protocol):
 
     def place_experts(self, table: ExpertTable) -> None:
         """Let rows name the slots of this table; those here have been filled."""
+
+    def loads(self) -> Tensor:
+        """Return and clear the pairs of a row and an expert that visited each slot here.
+
+        [MoE layers, S] int64 on the host. Call it between steps; a failed one may count in part.
+        """
 
 
 class MixtureOfExperts(Mixtures, Protocol):

@@ -280,6 +280,12 @@ class GpuStep:
         if self.mixture is not None:
             self.mixture.place_experts(table)
 
+    def loads(self) -> Tensor:
+        """Return and clear the loads (Mixtures.loads)."""
+        if self.mixture is None:
+            return torch.zeros(0, 0, dtype=torch.int64)
+        return self.mixture.loads()
+
     @property
     def awaited(self) -> int | None:
         """The instance that a wait polls for now (GpuExchange.awaited)."""

@@ -205,7 +205,7 @@ class CpuStageModel(StageModel):
             return kernels.gated_mlp(normed_TX, weights.mlp)
         expert_TK, weight_TK = kernels.gate(normed_TX, moe, self._model)
         every = torch.arange(len(normed_TX))
-        routed_TX, _ = kernels.visit_experts(normed_TX, expert_TK, weight_TK, every, (), (), moe)
+        routed_TX, _ = kernels.visit_experts(normed_TX, expert_TK, weight_TK, every, (), moe)
         shared_TX = shared_experts(normed_TX, moe, kernels.gated_mlp)
         return routed_TX if shared_TX is None else routed_TX + shared_TX
 

@@ -24,7 +24,7 @@ from data_plane.moe.gpu.grouped import GroupedExperts
 from data_plane.moe.gpu.pairs import Pairs, find_arrived_pairs, find_pairs
 from data_plane.moe.gpu.rows import route_rows
 from data_plane.moe.gpu.sums import return_sums, sum_pairs, sum_returned
-from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotNames
+from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotLoads, SlotNames
 from data_plane.transport.exchange import Channel
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.values.experts import ExpertTable
@@ -39,8 +39,8 @@ class GpuAllToAll(Protocol):
     def receive(self, dispatched: Any) -> None:
         """Wait for the rows of all instances."""
 
-    def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
-        """Run the experts here on all arrived rows, and send the sums back."""
+    def run_experts(self, dispatched: Any, experts: GroupedExperts, load_E: Tensor) -> None:
+        """Run the experts here on all arrived rows; send the sums back. load_E: SlotLoads.of."""
 
     def receive_sums(self, dispatched: Any) -> None:
         """Wait for the sums of all instances."""
@@ -73,12 +73,17 @@ class GpuMixtures(NormedMixture):
         self.all_to_all, self._model = all_to_all, model
         self._names, self._exchange = names, exchange
         self._layers, self._experts = weights.weights.layers, weights.experts
+        device = weights.weights.embedding.device
+        self._loads = SlotLoads(self._layers, names.num_slots, device)
 
     def meet(self, peers: Sequence[int]) -> None:
         """Do nothing: the exchange knows them."""
 
     def place_experts(self, table: ExpertTable) -> None:
         self._names.place(table)
+
+    def loads(self) -> Tensor:
+        return self._loads.take()
 
     def phases(
         self,
@@ -104,7 +109,7 @@ class GpuMixtures(NormedMixture):
         self.all_to_all.receive(dispatched)
         yield EXPERTS
         probe("expert")
-        self.all_to_all.run_experts(dispatched, experts)
+        self.all_to_all.run_experts(dispatched, experts, self._loads.of(layer))
         yield WAIT
         probe("dispatch_combine")
         self.all_to_all.receive_sums(dispatched)
@@ -158,11 +163,11 @@ class GpuExpertExchange(GpuAllToAll):
     def receive(self, dispatched: GpuDispatched) -> None:
         self._exchange.wait(Channel.DISPATCH, self._arrived_N)
 
-    def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
+    def run_experts(
+        self, dispatched: GpuDispatched, experts: GroupedExperts, load_E: Tensor
+    ) -> None:
         sent, count_N = dispatched, self._arrived_N
-        pairs = find_arrived_pairs(
-            sent.x_BX, sent.number_BK, self._exchange, count_N, self._num_here
-        )
+        pairs = find_arrived_pairs(sent.x_BX, sent.number_BK, self._exchange, count_N, load_E)
         return_sums(experts.run_pairs(pairs), pairs, count_N, sent.weight_BK, self._exchange)
 
     def receive_sums(self, dispatched: GpuDispatched) -> None:
@@ -199,10 +204,12 @@ class GpuAlone(GpuAllToAll):
     def receive(self, dispatched: AloneDispatched) -> None:
         """Do nothing: all rows are here."""
 
-    def run_experts(self, dispatched: AloneDispatched, experts: GroupedExperts) -> None:
+    def run_experts(
+        self, dispatched: AloneDispatched, experts: GroupedExperts, load_E: Tensor
+    ) -> None:
         """Run the experts, and the shared ones beside them."""
         pairs = dispatched.pairs = find_pairs(
-            dispatched.x_BX, dispatched.number_BK, experts.num_here, experts.num_shared
+            dispatched.x_BX, dispatched.number_BK, load_E, experts.num_shared
         )
         dispatched.y = experts.run_pairs(pairs)
 

@@ -11,7 +11,9 @@ from data_plane.graph.pool_cpu import LocalPages
 from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.moe.fused.mixture import FusedMixtures
+from data_plane.moe.gate import gate
 from data_plane.moe.gpu.rows import route_rows
+from data_plane.moe.rows import name_slots
 from data_plane.step.triton_returned import merge_returned
 from data_plane.transport.gpu.cuda_ipc import Region
 from harness.gpu.gpu_cluster import GpuCluster
@@ -23,6 +25,31 @@ from nanocp.overlap.policies.registry import lane_policy
 from nanocp.values.table_changes import PageRun
 
 CPU = torch.device("cpu")
+
+
+def count_named(cluster):
+    """Count from now on, by plain functions, the slots that live rows name: [lane, layer, N, S]."""
+    names = cluster.instances[0].step.mixture._names
+    layers, num_instances = list(names._of_layer), len(cluster.instances)
+    shape = len(cluster.lanes), len(layers), num_instances, names.num_slots
+    count_LLNS = torch.zeros(shape, dtype=torch.int64)
+
+    def watch(mixture, seat, count_LNS):
+        phases = mixture.phases
+
+        def counted(x_BX, normed_BX, live_B, layer, *more):
+            expert_BK, _ = gate(normed_BX, mixture._layers[layer].moe, cluster.model)
+            number_BK = name_slots(expert_BK, live_B, mixture._names.of(layer), seat)
+            counts = torch.bincount(number_BK[live_B].flatten(), minlength=count_LNS[0].numel())
+            count_LNS[layers.index(layer)] += counts.view_as(count_LNS[0])
+            return phases(x_BX, normed_BX, live_B, layer, *more)
+
+        mixture.phases = counted
+
+    for lane, count_LNS in zip(cluster.lanes, count_LLNS, strict=True):
+        for seat, instance in lane.items():
+            watch(instance.step.mixture, seat, count_LNS)
+    return count_LLNS
 
 
 @pytest.mark.parametrize(("name", "how", "lengths"), [
@@ -54,6 +81,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
     cluster = GpuCluster(model.path, num_parts=2, data_plane=data_plane, **keys)
     cluster.add_drawn(lengths, (1, 2, 2)[: len(lengths)])
     num_steps = 2 if num_lanes == 2 or "FP8" in name else 3
+    named_LLNS = None if "llama" in name else count_named(cluster)
     with poisoned():
         for _ in range(num_steps):
             cluster.step()
@@ -63,6 +91,11 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
     assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
     mixture = cluster.instances[0].step.mixture
     assert (mixture is None) == ("llama" in name), "without experts nothing is dispatched"
+    if mixture is not None:
+        for lane, named_LNS in zip(cluster.lanes, named_LLNS, strict=True):
+            for seat, instance in lane.items():
+                assert instance.step.loads().equal(named_LNS[:, seat])
+                assert not instance.step.loads().any(), "they were read already"
     if mixture is not None and "dispatch_backend" in how:
         assert isinstance(mixture, FusedMixtures) == (how["dispatch_backend"] == "fused")
     if "FP8" in name:
