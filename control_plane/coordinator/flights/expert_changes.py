@@ -66,7 +66,7 @@ class ExpertChanges:
         """The last window that may name a slot of the change; None: there is no change."""
         self.rest = HALVED_EVERY
         """Windows without a change after one that has failed."""
-        self._resume_at = 0
+        self._resume_at = -1
         self._planning: Iterator[None] | None = None
 
     # --- the term

@@ -107,7 +107,12 @@ class LayerPlacement:
                 spare = room or nsmallest(_OTHERS, replicas, key=share_of)
                 for other in spare if num < MAX_REPLICAS else ():
                     rest = [at for at in self._holders[other] if at != cold] if other >= 0 else []
-                    then = [loads[at] + share_of(other) / len(rest) for at in rest]
+                    then = [
+                        loads[at]
+                        - relief * (at in self._holders[expert])
+                        + share_of(other) / len(rest)
+                        for at in rest
+                    ]
                     yield max([most, *then]), 1, expert, cold, other, False
                 best = share - (loads[hot] - loads[cold]) / 2
                 own = (each for each in here if each not in self.held[hot])
