@@ -2,6 +2,7 @@
 
 import connector
 import heads
+import of_experts
 import of_fused
 import of_kernels
 import of_mixture
@@ -102,7 +103,7 @@ MUTANTS = [
            tests=("tests/nanocp/values/test_experts.py",),
            why="an expert whose slots are lost passes for one that is there",
            text="replicas = Counter(held)", fault="replicas = Counter(before)"),
-    Mutant("expert-slot", path="data_plane/model/weights.py",
+    Mutant("expert-slot", path="data_plane/model/expert_weights.py",
         tests=_DRAWN,
         why="an expert that was given to an instance is not loaded into its slot",
         text="moe.mlps[slot] = mlp", fault="pass"),
@@ -258,6 +259,7 @@ MUTANTS = [
     *OF_SCHEDULING,
     *OF_TCP,
     *OF_TERMS,
+    *of_experts.MUTANTS,
     *overlap.MUTANTS,
     *of_kernels.MUTANTS,
     *OF_LAYER,

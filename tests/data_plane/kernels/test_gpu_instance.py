@@ -243,9 +243,7 @@ def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instance
 
 
 @without_gpu
-@pytest.mark.parametrize("dispatch", [
-    "exchange", "nixl_ep", pytest.param("fused", marks=pytest.mark.system),
-])  # fmt: skip
+@pytest.mark.parametrize("dispatch", ["exchange", "nixl_ep"])
 def test_experts_move_while_rows_go_on(mini, two_instances, monkeypatch, dispatch):
     """Slots are written from a thread beside the steps, and rows come once all are filled."""
     (path, oracle), (config, _) = mini, two_instances

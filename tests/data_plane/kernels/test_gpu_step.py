@@ -1,5 +1,6 @@
 """The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from data_plane.transport.gpu.cuda_ipc import Region
 from harness.gpu.gpu_cluster import GpuCluster
 from harness.kernels.kernel_cases import make_partials, poisoned
 from harness.kernels.slow_references import reference_lse_merge
+from harness.transports.random_tables import table_of
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.overlap.policies.registry import lane_policy
@@ -70,7 +72,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
 
     Each lane has tables, regions and epochs of its own. A state goes with its row, and a prompt of
     a token has none yet. Tokens over FP8 are exact, because e4m3 times its scales is, in fp32. With
-    redundant slots experts are anywhere, in each layer elsewhere, and some have replicas.
+    redundant slots experts are anywhere, in each layer elsewhere, some have replicas, and they move.
     """
     model, num_lanes = models(name), how.get("num_lanes", 1)
     backend = {each: how[each] for each in how if each == "dispatch_backend"}
@@ -83,7 +85,11 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
     num_steps = 2 if num_lanes == 2 or "FP8" in name else 3
     named_LLNS = None if "llama" in name else count_named(cluster)
     with poisoned():
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            if number and "num_redundant" in how:
+                cluster.table = table_of(cluster.model, cluster.cluster, seed=number)
+                for lane, seat in product(cluster.lanes, cluster.seats):
+                    cluster._place_experts(seat, lane[seat])
             cluster.step()
     cluster.assert_exact(model.oracle)
     assert all(len(request.output) == num_steps for request in cluster.requests)
