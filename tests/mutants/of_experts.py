@@ -35,10 +35,10 @@ MUTANTS = [
            why="a sender follows the table of the change before (named slots)",
            text="self.slots.follow(self._coming[number])",
            fault="late, self.late = getattr(self, 'late', None), self._coming[number]\n"
-                 "            if late: self.slots.follow(late)"),
+                 "if late: self.slots.follow(late)"),
     Mutant("named-before-all-have-it", path=CHANGES, tests=(CHANGES_TEST, "-k", "leave_a_slot"),
            why="rows go to an expert that one instance has and another not yet (named slots)",
-           text="if not self._awaited:\nself._use()", fault="self._use()"),
+           text="if not self._awaited:\n    self._use()", fault="self._use()"),
     Mutant("pairs-of-another-table", path=CHANGES, tests=(CHANGES_TEST, "-k", "is_over"),
            why="loads of slots count for the experts that are there now",
            text="window, pairs) if number == self.number:", fault="window, pairs):"),
@@ -52,12 +52,12 @@ MUTANTS = [
            why="a term begins with experts in slots that were being written",
            text='"""Let instances fill the slots, which no window in flight names."""\n'
                 "self._remember()",
-           fault="self._put(self._loads)\n        self._remember()"),
+           fault="self._put(self._loads)\nself._remember()"),
     Mutant("here-before-it-is-read", path=SLOTS, tests=(SLOTS_TEST, "-k", "half_there"),
            why="an instance says that its experts are here, and reads them yet",
-           text="try:\nself._weights.load(table, self._pause)",
-           fault="try:\n            self._filled.append((number, problem))\n"
-                 "            self._weights.load(table, self._pause)"),
+           text="try:\n    self._weights.load(table, self._pause)",
+           fault="try:\n    self._filled.append((number, problem))\n"
+                 "    self._weights.load(table, self._pause)"),
     Mutant("half-read-and-known", path="data_plane/model/expert_weights.py",
            tests=(SLOTS_TEST, "-k", "half_there"),
            why="a slot passes for filled that a stopped load has half written",

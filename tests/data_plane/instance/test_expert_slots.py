@@ -86,6 +86,10 @@ def test_each_layer_gets_its_own_experts(slots):
 
 
 def test_experts_are_here_once_the_last_is_and_what_is_half_there_is_unknown(slots, monkeypatch):
+    first, num_layers = slots.model.num_experts // 2, len(mlps_of(slots))
+    slots.slots.fill(1, moved(slots, [[first + 1]] * num_layers))
+    assert slots.slots.came.wait(WAIT_S) and slots.slots.filled() == (1, "")
+    slots.slots.came.clear()
     reads, may_read = threading.Event(), threading.Event()
     read = weights_module.WeightLoader.expert
 
@@ -95,13 +99,12 @@ def test_experts_are_here_once_the_last_is_and_what_is_half_there_is_unknown(slo
         return read(self, layer, expert)
 
     monkeypatch.setattr(weights_module.WeightLoader, "expert", slow)
-    first = slots.model.num_experts // 2
-    slots.slots.fill(1, moved(slots, [[first]] * len(mlps_of(slots))))
+    slots.slots.fill(2, moved(slots, [[first]] * num_layers))
     assert reads.wait(WAIT_S)
     assert slots.slots.filled() is None, "it is read"
     assert array("h", slots.slots.held()[0])[first] == -1
     may_read.set()
-    assert slots.slots.came.wait(WAIT_S) and slots.slots.filled() == (1, "")
+    assert slots.slots.came.wait(WAIT_S) and slots.slots.filled() == (2, "")
 
 
 def test_what_cannot_be_read_is_named(slots, monkeypatch):

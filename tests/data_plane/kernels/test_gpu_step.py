@@ -72,7 +72,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
 
     Each lane has tables, regions and epochs of its own. A state goes with its row, and a prompt of
     a token has none yet. Tokens over FP8 are exact, because e4m3 times its scales is, in fp32. With
-    redundant slots experts are anywhere, in each layer elsewhere, some have replicas, and they move.
+    redundant slots experts move anywhere, in each layer elsewhere, and some have replicas.
     """
     model, num_lanes = models(name), how.get("num_lanes", 1)
     backend = {each: how[each] for each in how if each == "dispatch_backend"}

@@ -51,22 +51,23 @@ class HashSlots(ExpertSlots):
         self._fill = number, self._lacking(table)
 
     def filled(self) -> tuple[int, str] | None:
-        """Load a part, at times; a slot that is half written holds nothing."""
-        if self._fill is None or self._random.random() < 0.5:
+        """Load nothing, a part or all; a slot that is half written holds nothing."""
+        if self._fill is None:
             return None
         number, lacking = self._fill
-        if not lacking:
-            self._fill = None
-            return number, ""
+        for _ in range(self._random.choice([0, 1, 3, 99])):
+            if not lacking:
+                self._fill = None
+                return number, ""
+            layer, slot, expert = lacking[-1]
+            if self._held[layer][slot] >= 0:
+                self._held[layer][slot] = -1
+            else:
+                self._held[layer][slot] = expert
+                lacking.pop()
         if self._random.random() < self.failure_share:
             self._fill = None
             return number, "the file is gone"
-        layer, slot, expert = lacking[-1]
-        if self._held[layer][slot] >= 0:
-            self._held[layer][slot] = -1
-        else:
-            self._held[layer][slot] = expert
-            lacking.pop()
         return None
 
     def stop(self) -> None:

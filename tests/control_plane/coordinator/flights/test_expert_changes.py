@@ -44,6 +44,10 @@ def cluster():
     return SimpleNamespace(changes=changes, members=members, registry=registry, window=-1)
 
 
+def imbalance(cluster):
+    return cluster.registry.get_sample_value("nanocp:expert_imbalance", {"layer": "0"})
+
+
 def run_window(cluster, is_done=True):
     cluster.window += 1
     number = cluster.changes.sent(cluster.window)
@@ -95,7 +99,7 @@ def test_what_is_even_stays_where_it_is(cluster):
     run_window(cluster)
     report(cluster, loads=([300, 300, 300, 0], [300, 300, 300, 0]))
     assert not cluster.members.sent and run_window(cluster) == 0
-    assert cluster.registry.get_sample_value("nanocp:expert_imbalance", {"layer": "0"}) == 1
+    assert imbalance(cluster) == 1
 
 
 def test_without_a_rate_loads_are_reported_and_nothing_moves(cluster):
@@ -103,7 +107,7 @@ def test_without_a_rate_loads_are_reported_and_nothing_moves(cluster):
     run_window(cluster)
     report(cluster)
     assert not cluster.members.sent
-    assert cluster.registry.get_sample_value("nanocp:expert_imbalance", {"layer": "0"}) > 1.5
+    assert imbalance(cluster) > 1.5
 
 
 def begin_a_load(cluster):
@@ -151,10 +155,13 @@ def test_reports_of_a_table_that_is_over_do_not_count(cluster):
     begin_a_load(cluster)
     answer(cluster, 2)
     run_window(cluster)
-    sent = len(cluster.members.sent)
+    sent, before = len(cluster.members.sent), imbalance(cluster)
     for number in (0, 1):
         report(cluster, number)
     assert len(cluster.members.sent) == sent and run_window(cluster) == 2
+    assert imbalance(cluster) == before > 1.5, "nothing was planned"
+    report(cluster, 2)
+    assert imbalance(cluster) < 1.5
 
 
 def test_neither_one_instance_nor_a_dense_model_has_a_table(cluster):
