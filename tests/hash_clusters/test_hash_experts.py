@@ -27,7 +27,7 @@ def test_every_token_is_right_while_experts_move(seeds):
         counts["losses"] += cluster.num_losses
         counts["seats"] += cluster.num_changes
         counts["adopted"] += getattr(cluster, "num_adopted", 0)
-    least = {"moves_done": 30, "experts_moved": 300, "moves_lost": 5, "moves_failed": 3}
+    least = {"moves_done": 30, "experts_moved": 300, "moves_lost": 2, "moves_failed": 3}
     least |= {"losses": 20, "seats": 10, "adopted": 3}
     assert not {name: counts[name] for name, number in least.items() if counts[name] < number}
     steps = [cluster.config.scheduler.steps_per_window for cluster in clusters]
