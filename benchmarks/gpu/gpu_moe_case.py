@@ -33,7 +33,7 @@ from data_plane.moe.gpu.all_to_all_gpu import (
 from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.gpu.grouped import GroupedExperts
-from data_plane.moe.mixture import SlotLoads, SlotNames
+from data_plane.moe.mixture import SlotNames
 from data_plane.step.probe import no_probe
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
@@ -119,8 +119,7 @@ class MoeCase:
             moe, fused_experts = self._weights(form)
             layers: Any = SimpleNamespace(layers=[SimpleNamespace(moe=moe)])
             names = SlotNames(home, layers.layers, model.num_experts, self.device)
-            load_E = SlotLoads(layers.layers, names.num_slots, self.device).of(0)
-            self.weights.append(fused_weights(moe, fused_experts, names.of(0), load_E))
+            self.weights.append(fused_weights(moe, fused_experts, names, 0))
             self.fused.append(
                 FusedMoe(
                     other, model, is_fp8=form == "fp8", tiles=shapes.tiles,

@@ -15,7 +15,7 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.layers import shared_experts
 from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
-from data_plane.moe.mixture import MixtureOfExperts, MoeProbe, SlotLoads, SlotNames
+from data_plane.moe.mixture import MixtureOfExperts, MoeProbe, SlotNames
 from data_plane.moe.rows import Region
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
@@ -106,7 +106,6 @@ class ExpertExchange(MixtureOfExperts):
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         self._names = SlotNames(home, layers, model.num_experts)
-        self._loads = SlotLoads(layers, home.num_slots)
         self.peers = [peer for peer in range(self._num_instances) if peer != self._instance]
 
     def meet(self, peers: Sequence[int]) -> None:
@@ -117,7 +116,7 @@ class ExpertExchange(MixtureOfExperts):
         self._kernels.experts_changed()
 
     def loads(self) -> Tensor:
-        return self._loads.take()
+        return self._names.loads.take()
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
@@ -135,7 +134,7 @@ class ExpertExchange(MixtureOfExperts):
         shared_BX = shared_experts(normed_BX, moe, kernels.gated_mlp)
         self._probe("dispatch_combine")
         yield from self.arrivals(dispatched)
-        own_sum = self.run_experts(dispatched, moe, self._loads.of(layer))
+        own_sum = self.run_experts(dispatched, moe, self._names.loads.of(layer))
         yield from self.answers(dispatched)
         return self.combine(dispatched, own_sum, x_BX, shared_BX)
 

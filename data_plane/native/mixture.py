@@ -16,13 +16,7 @@ from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights
-from data_plane.moe.mixture import (
-    MixtureOfExperts,
-    MoeProbe,
-    MoeSchedule,
-    SlotLoads,
-    SlotNames,
-)
+from data_plane.moe.mixture import MixtureOfExperts, MoeProbe, MoeSchedule, SlotNames
 from data_plane.native.calls import LONG, POINTER, MixtureFields
 from data_plane.native.experts import region_places
 from data_plane.native.kernels import NativeKernels
@@ -64,6 +58,7 @@ class NativeMixtures(MixtureOfExperts):
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         calls = kernels.calls
+        self._run, self._resume = calls.run_mixture, calls.resume_mixture
         self._finish = calls.finish_mixture
         self._mixture = calls.new_mixture(
             kernels.processors.address, self._num_instances, self._instance, max_rows
@@ -78,7 +73,6 @@ class NativeMixtures(MixtureOfExperts):
         self._peers: tuple[Any, ...] = ()
         self._fields: dict[int, tuple[Any, Any]] = {}
         self._names = SlotNames(home, layers, model.num_experts)
-        self._loads = SlotLoads(layers, home.num_slots)
 
     def meet(self, peers: Sequence[int]) -> None:
         self._present = list(peers)
@@ -90,7 +84,7 @@ class NativeMixtures(MixtureOfExperts):
         self._fields.clear()
 
     def loads(self) -> Tensor:
-        return self._loads.take()
+        return self._names.loads.take()
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
@@ -106,14 +100,13 @@ class NativeMixtures(MixtureOfExperts):
         self._probe("expert")
         rows = x_BX.data_ptr(), normed_BX.data_ptr(), live_B.data_ptr(), x_BX.shape[0]
         how = self._peers[epoch & 1], epoch, self._schedule, out_BX.data_ptr()
-        calls, of = self._kernels.calls, self._layer(layer)
-        ended = calls.run_mixture(self._mixture, of, *rows, *how, awaited, self._counts)
+        ended = self._run(self._mixture, self._layer(layer), *rows, *how, awaited, self._counts)
         try:
             while ended != _DONE:
                 self._probe("dispatch_combine")
                 yield from self._serve(ended, epoch)
                 self._probe("expert")
-                ended = calls.resume_mixture(self._mixture, awaited, self._counts)
+                ended = self._resume(self._mixture, awaited, self._counts)
         except BaseException:
             # No task may outlive the rows and regions that it reads and writes.
             self._finish(self._mixture)
@@ -185,7 +178,7 @@ class NativeMixtures(MixtureOfExperts):
                 gate_up=ctypes.cast(experts.gate_up, POINTER),
                 down=ctypes.cast(experts.down, POINTER),
                 table=self._names.of(layer).data_ptr(),
-                loads=self._loads.of(layer).data_ptr(),
+                loads=self._names.loads.of(layer).data_ptr(),
                 hidden=model.hidden_size,
                 experts=model.num_experts,
                 groups=model.num_groups,

@@ -91,7 +91,7 @@ MUTANTS = [
            fault="owner_BK = number_BK.add(num_slots) // num_slots % len(regions)"),
     Mutant("receivers-slot", path="data_plane/moe/experts.py", tests=_DRAWN,
            why="a receiver takes numbers of another seat, and a row's expert counts twice",
-           text="number_TK - first, weight_TK", fault="number_TK % len(moe.mlps), weight_TK"),
+           text="number_TK - first", fault="number_TK % len(moe.mlps)"),
     Mutant("table-of-layer-0", path="data_plane/moe/mixture.py", tests=_DRAWN,
            why="rows of all layers name the slots of the first one",
            text="return self._of_layer[layer]", fault="return self._number_LER[0]"),

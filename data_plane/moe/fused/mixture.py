@@ -28,7 +28,7 @@ from data_plane.moe.fused.state import (
 )
 from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.gpu.grouped import GroupedExperts
-from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotLoads, SlotNames
+from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotNames
 from data_plane.transport.exchange import Channel
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.values.experts import ExpertTable
@@ -221,11 +221,11 @@ class FusedMoe:
 
 
 def fused_weights(
-    moe: MoeWeights, experts: GroupedExperts, number_ER: Tensor, load_E: Tensor
+    moe: MoeWeights, experts: GroupedExperts, names: SlotNames, layer: int
 ) -> FusedWeights:
-    """Return a layer's weights in the kernel's form. The last two: SlotNames.of, SlotLoads.of."""
+    """Return a layer's weights in the kernel's form."""
     gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
-    tensors = [moe.gate, gate_bias, number_ER, load_E]
+    tensors = [moe.gate, gate_bias, names.of(layer), names.loads.of(layer)]
     for weight in (experts.gate_up, experts.down):
         plain = isinstance(weight, Tensor)
         tensors += [weight, weight] if plain else [weight.values, weight.scale]
@@ -243,9 +243,7 @@ class FusedMixtures(NormedMixture):
         """weights: placed for a fused MoE layer (gpu_weights.place_weights)."""
         self.fused, self._eps, self._names = fused, norm_eps, names
         self._layers, self._experts = weights.weights.layers, weights.experts
-        device = weights.weights.embedding.device
-        self._loads = SlotLoads(self._layers, names.num_slots, device)
-        self.takes_turns = device.type == "cpu"
+        self.takes_turns = weights.weights.embedding.device.type == "cpu"
         """True if instances share one thread, so no launch may wait for peers."""
 
     def meet(self, peers: Sequence[int]) -> None:
@@ -255,7 +253,7 @@ class FusedMixtures(NormedMixture):
         self._names.place(table)
 
     def loads(self) -> Tensor:
-        return self._loads.take()
+        return self._names.loads.take()
 
     def phases(
         self,
@@ -270,8 +268,7 @@ class FusedMixtures(NormedMixture):
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
         rows = self.fused.rows(x_BX, normed_BX, live_B)
-        of_slots = self._names.of(layer), self._loads.of(layer)
-        weights = fused_weights(moe, experts, *of_slots)
+        weights = fused_weights(moe, experts, self._names, layer)
         if self.takes_turns:
             yield from self.fused.turns(rows, weights)
         else:

@@ -24,7 +24,7 @@ from data_plane.moe.gpu.grouped import GroupedExperts
 from data_plane.moe.gpu.pairs import Pairs, find_arrived_pairs, find_pairs
 from data_plane.moe.gpu.rows import route_rows
 from data_plane.moe.gpu.sums import return_sums, sum_pairs, sum_returned
-from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotLoads, SlotNames
+from data_plane.moe.mixture import MoeProbe, NormedMixture, SlotNames
 from data_plane.transport.exchange import Channel
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.values.experts import ExpertTable
@@ -73,8 +73,6 @@ class GpuMixtures(NormedMixture):
         self.all_to_all, self._model = all_to_all, model
         self._names, self._exchange = names, exchange
         self._layers, self._experts = weights.weights.layers, weights.experts
-        device = weights.weights.embedding.device
-        self._loads = SlotLoads(self._layers, names.num_slots, device)
 
     def meet(self, peers: Sequence[int]) -> None:
         """Do nothing: the exchange knows them."""
@@ -83,7 +81,7 @@ class GpuMixtures(NormedMixture):
         self._names.place(table)
 
     def loads(self) -> Tensor:
-        return self._loads.take()
+        return self._names.loads.take()
 
     def phases(
         self,
@@ -109,7 +107,7 @@ class GpuMixtures(NormedMixture):
         self.all_to_all.receive(dispatched)
         yield EXPERTS
         probe("expert")
-        self.all_to_all.run_experts(dispatched, experts, self._loads.of(layer))
+        self.all_to_all.run_experts(dispatched, experts, self._names.loads.of(layer))
         yield WAIT
         probe("dispatch_combine")
         self.all_to_all.receive_sums(dispatched)
