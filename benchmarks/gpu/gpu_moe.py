@@ -93,7 +93,7 @@ def rows_to_send(case: MoeCase) -> int:
     num_visits = 0
     for fused in case.fused:
         state = fused.state()
-        seat_BK = state.seat[state.chosen[: case.num_rows]]
+        seat_BK = state.chosen[: case.num_rows] // fused.shape.num_here
         num_visits += sum(len(set(seats)) for seats in seat_BK.tolist())
     return 2 * num_visits
 
