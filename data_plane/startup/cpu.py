@@ -122,11 +122,11 @@ def build_cpu_instance(
             frames=frames,
             ends=ends,
             selected=selected,
+            orders=[lane_policy(order) for order in config.scheduler.lane_orders],
             load_experts=lambda table: load_experts(
                 checkpoint, model, dtype, weights, table, instance, kernels
             ),
             new_ends=new_ends,
-            orders=[lane_policy(order) for order in config.scheduler.lane_orders],
         ),
     )
 
