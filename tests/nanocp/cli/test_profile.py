@@ -222,9 +222,7 @@ def test_what_is_wrong_on_the_command_line_is_named(arguments, named, tiny_check
     assert named in result.stderr and "Traceback" not in result.stderr
 
 
-def test_the_missing_extra_of_a_search_is_named_before_anything_is_measured(
-    tiny_checkpoint, tmp_path, monkeypatch
-):
+def test_the_missing_extra_of_a_search_is_named_first(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "nanocp.overlap.search", raising=False)
     monkeypatch.setitem(sys.modules, "highspy", None)
     result = nanocp("profile", tiny_checkpoint, "--overlap", "--out", tmp_path / "out")
