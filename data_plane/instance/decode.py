@@ -64,6 +64,8 @@ class Startup:
     """What is shared with others in the first term."""
     selected: list[str]
     """What was selected and why, one sentence each."""
+    orders: Sequence[OverlapPolicy]
+    """Orders of lanes that take turns (SchedulerConfig.lane_orders)."""
     experts: ExpertWeights
     """This instance's experts."""
     new_ends: Callable[[], TermEnds] | None
@@ -72,8 +74,6 @@ class Startup:
     """Whether the step is a DeviceDraftingStep."""
     both_lanes: PairedEngine | None = None
     """What captured the steps of both lanes; None if they take turns in the instance's thread."""
-    orders: Sequence[OverlapPolicy] = ()
-    """The orders of lanes that take turns (SchedulerConfig.lane_orders)."""
     graphs_report: Callable[[], list[str]] = list
     """Sentences about the graphs once they are prepared."""
     meeting: Meeting | None = None
@@ -201,6 +201,7 @@ class DecodeInstance(WindowEdge):
     def run_step(self) -> None:
         with self._one_step() as window:
             is_drafting = window.plan.num_drafts > 0
+            order = self.startup.orders[window.plan.two_lanes - 1]  # any, of one lane
             is_alone = is_drafting and self.startup.drafts_alone and can_draft_alone(window)
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
@@ -212,9 +213,7 @@ class DecodeInstance(WindowEdge):
             elif self.startup.both_lanes is not None:
                 self.startup.both_lanes.replay(window.plan.two_lanes - 1)
             else:
-                window.hidden_ns += self._run_in_turns(
-                    self.startup.orders[window.plan.two_lanes - 1]
-                )
+                window.hidden_ns += self._run_in_turns(order)
             if is_alone:
                 of_step, *of_turns = draft_alone(window, self.startup.lanes[0])
                 self._commit_step(window, partial(_highest, of_step))
@@ -224,7 +223,7 @@ class DecodeInstance(WindowEdge):
                 self.startup.lanes[lane.number].step.check()
             self._commit_step(window, partial(self._sample, window, masks))
             if is_drafting:
-                draft(window, self.startup.lanes, self._exchange, self._guess)
+                draft(window, self.startup.lanes, self._exchange, self._guess, order)
 
     @inference_mode()
     def _run_in_turns(self, order: OverlapPolicy) -> int:

@@ -115,9 +115,9 @@ def build_cpu_instance(
             frames=frames,
             ends=ends,
             selected=selected,
+            orders=[lane_policy(order) for order in config.scheduler.lane_orders],
             experts=slots,
             new_ends=new_ends,
-            orders=[lane_policy(order) for order in config.scheduler.lane_orders],
         ),
     )
 

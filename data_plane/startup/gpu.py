@@ -118,13 +118,11 @@ def build_gpu_instance(
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(ends.exchange, mailbox)
     startup = Startup(
-        lanes=[
-            StepLane(engine, lane.step, tensors)
-            for engine, lane in zip(engines, lanes, strict=True)
-        ],
+        lanes=[StepLane(one, lane.step, tensors) for one, lane in zip(engines, lanes, strict=True)],
         frames=parts.frames,
         ends=ends,
         selected=_selected(config, attention_choice, sentences, weights_choice),
+        orders=[lane_policy(order) for order in config.scheduler.lane_orders],
         experts=ExpertWeights(
             checkpoint, model, dtype, placed.weights, instance, packing, _put_aside(placed, device)
         ),

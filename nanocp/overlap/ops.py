@@ -100,7 +100,8 @@ class OverlapPolicy(Protocol):
         return None
 
     def begin(self, ops: Ops) -> None:
-        """Cut the batch, or leave it as it is."""
+        """Cut the batch, or leave it as it is: the default."""
+        return
 
     def next_round(self, ops: Ops) -> None:
         """Execute some of the operators that are ready, until each was executed once.

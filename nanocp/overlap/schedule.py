@@ -87,9 +87,8 @@ def name_of(nano: NanoOperation) -> str:
 
 def digest(operations: Sequence[Operation], interference: Interference) -> str:
     """Hash of the schedule's inputs, in 16 hexadecimal digits."""
-    return hashlib.blake2b(
-        repr((tuple(operations), interference)).encode(), digest_size=8
-    ).hexdigest()
+    inputs = repr((tuple(operations), interference))
+    return hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()
 
 
 def write(

@@ -67,7 +67,7 @@ OTHERS: dict[str, Callable[[int], Any]] = {
 """Such kinds too; each plays a seed."""
 COUNTS = (
     *("terms", "losses", "shrinks", "changes", "kept", "attempts", "stale_tokens", "stale_events"),
-    *("windows", "calls", "preemptions", "moves", "hand_offs"),
+    *("windows", "lane_windows", "calls", "preemptions", "moves", "hand_offs"),
     *("failovers", "front_ends_lost", "resumed", "cut", "adopted"),
     *("asked", "refused", "failed", "overdue", "undone", "unstarted"),
 )

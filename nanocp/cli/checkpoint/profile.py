@@ -124,6 +124,8 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     if config.cluster.layout == "pipeline":
         _run_pipeline(config, checkpoint, measurement, console)
         return
+    if measurement.overlap:
+        import nanocp.overlap.search  # noqa: F401 - before anything is measured
     from data_plane.model.config import ModelConfig
     from nanocp.simulator.fit.fit import as_measured, cluster_yaml, doubts, fit_cluster
     from nanocp.simulator.fit.lanes import with_lane_table

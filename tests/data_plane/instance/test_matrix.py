@@ -12,7 +12,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from data_plane.instance import decode
+from data_plane.instance import decode, drafting
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.startup import cpu
@@ -171,21 +171,23 @@ ORDERS = {"lanes": "random", "lane_table": TABLE}
     ("tiny-glm4-moe, with an MTP layer", "drafts", ORDERS | DRAFTS),
 ])])  # fmt: skip
 def test_every_order_of_a_lane_table_is_exact(models, monkeypatch, model, story, settings):
-    played, name_of, run_in_turns = set(), {}, decode.run_in_turns
+    name_of, run_in_turns, played = {}, decode.run_in_turns, {decode: set(), drafting: set()}
 
     def named(order):
         name_of[policy := lane_policy(order)] = order
         return policy
 
-    def noted(steps, exchange, policy):
-        played.add(name_of[policy])
+    def noted(module, steps, exchange, policy):
+        played[module].add(name_of[policy])
         return run_in_turns(steps, exchange, policy)
 
     monkeypatch.setattr(cpu, "lane_policy", named)
-    monkeypatch.setattr(decode, "run_in_turns", noted)
+    for module in played:
+        monkeypatch.setattr(module, "run_in_turns", partial(noted, module))
     prompts = MORE_STORIES[story](models(model).path, **settings)
     assert_exact(models(model).oracle, prompts)
-    assert played == {*LANE_ORDERS, PRIORITY}
+    assert played[decode] == {*LANE_ORDERS, PRIORITY}
+    assert played[drafting] == (played[decode] if "num_drafts" in settings else set())
 
 
 def test_every_family_and_each_pair_of_what_disturbs_states_is_quick():

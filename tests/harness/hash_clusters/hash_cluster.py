@@ -114,7 +114,7 @@ class HashCluster(HashPlay):
         self.prefix_share = random.choice([0, 0.5, 0.9])
         self.jobs: list[Job] = []
         self.num_windows = self.num_calls = self.num_hand_offs = self.num_extensions = 0
-        self.num_moves = self.num_moves_between_nodes = 0
+        self.num_moves = self.num_moves_between_nodes = self.num_lane_windows = 0
         self.num_resyncs = self.num_preemptions = 0
         self.num_calls_with_parked_rows = 0
         self.num_drafted = self.num_accepted = self.num_judged = self.num_narrow_windows = 0
@@ -252,6 +252,7 @@ class HashCluster(HashPlay):
         if plan.window is not None:
             assert plan.window == self.num_windows
             self.num_windows += 1
+            self.num_lane_windows += any(each.two_lanes for each in plan.instances)
             (num_drafts,) = {each.num_drafts for each in plan.instances}
             self.widths.add(num_drafts)
             has_most = num_drafts == self.config.scheduler.num_drafts
