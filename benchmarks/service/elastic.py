@@ -30,7 +30,7 @@ from benchmarks.service.chaos import CONFIG, NUM_INSTANCES, Disturbed, play_in_p
 from control_plane.launchers.processes import ProcessLauncher
 from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
-from data_plane.model.expert_weights import ExpertWeights
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.startup.cpu import load_shared_weights
 from data_plane.startup.shared_parts import torch_dtype
 from nanocp.cli.demo.chaos_run import ChaosRun

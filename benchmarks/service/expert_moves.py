@@ -98,7 +98,7 @@ class Watched:
     loading_s: list[list[float]] = field(default_factory=list)
     """[begin, end] of loads of experts."""
     arrivals_s: list[list[float]] = field(default_factory=list)
-    """Of each stream."""
+    """Times of each stream's tokens."""
 
     def watch(self) -> None:
         """Note reports and changes, on the controller's thread."""

@@ -19,7 +19,6 @@ from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, take_drafts
-from data_plane.instance.expert_slots import LoadedSlots
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import PageFrames, TermEnds, TermStart, state_page
 from data_plane.instance.lanes import WindowLane, run_in_turns
@@ -33,7 +32,8 @@ from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import copy_bytes
 from data_plane.kv.slots import Slots
-from data_plane.model.expert_weights import ExpertWeights
+from data_plane.moe.expert_slots import LoadedSlots
+from data_plane.moe.expert_weights import ExpertWeights
 from nanocp.config.whole import Config
 from nanocp.overlap.ops import OverlapPolicy
 from nanocp.values.members import Resync
@@ -122,7 +122,8 @@ class DecodeInstance(WindowEdge):
         first, *others = startup.lanes
         sent_bytes = first.exchange.sent_bytes
         frames = InstanceFrames(config, startup.frames, startup.ends.exchange.instance)
-        experts = LoadedSlots(startup.lanes, startup.experts, config.cluster.expert_load_mb_per_s)
+        steps, mb_per_s = [lane.step for lane in startup.lanes], config.cluster.expert_load_mb_per_s
+        experts = LoadedSlots(steps, startup.experts, mb_per_s)
         super().__init__(config, startup.ends, frames, sent_bytes, experts, startup.new_ends)
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""

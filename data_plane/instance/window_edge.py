@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.expert_tables import ExpertSlots, ExpertTables
 from data_plane.instance.interface import Instance, PageFrames, Polled, TermEnds, TermStart
 from data_plane.instance.lanes import Waiting, WindowLane, run_waiting, window_lanes
 from data_plane.instance.page_transfers import AppliedTable, PageTransfers
 from data_plane.instance.rows import Row
+from data_plane.moe.expert_tables import ExpertSlots, ExpertTables
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config.whole import Config

@@ -12,8 +12,8 @@ from data_plane.graph.pool_cpu import ContextPool
 from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.expert_weights import ExpertWeights
 from data_plane.model.weights import ModelWeights, Progress, expert_range, load_weights
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.cpu_parts import cpu_parts, kernels_for
 from data_plane.startup.memory_need import check_memory, memory_need

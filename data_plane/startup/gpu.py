@@ -17,10 +17,10 @@ from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.step_lane import StepLane
 from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.model.config import ModelConfig
-from data_plane.model.expert_weights import ExpertWeights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import MlpWeights, Progress, expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.moe.fused.mixture import fused_obstacle
 from data_plane.moe.gpu.gpu_weights import GpuWeights, place_weights
 from data_plane.startup.experimental_backends import DISPATCHES, EXCHANGES, ExchangeEnd, TermEnd

@@ -127,7 +127,7 @@ class ExpertsHere:
 
     instance: int
     number: int
-    """See ChangeExperts."""
+    """The table's (ChangeExperts)."""
     problem: str = ""
     """A sentence: the reason that they cannot be loaded."""
 

@@ -103,7 +103,7 @@ MUTANTS = [
            tests=("tests/nanocp/values/test_experts.py",),
            why="an expert whose slots are lost passes for one that is there",
            text="replicas = Counter(held)", fault="replicas = Counter(before)"),
-    Mutant("expert-slot", path="data_plane/model/expert_weights.py",
+    Mutant("expert-slot", path="data_plane/moe/expert_weights.py",
         tests=_DRAWN,
         why="an expert that was given to an instance is not loaded into its slot",
         text="moe.mlps[slot] = mlp", fault="pass"),

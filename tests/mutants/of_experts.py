@@ -6,10 +6,10 @@ MOVES = "control_plane/coordinator/members/expert_moves.py"
 MOVES_TEST = "tests/control_plane/coordinator/members/test_expert_moves.py"
 CHANGES = "control_plane/coordinator/flights/expert_changes.py"
 CHANGES_TEST = "tests/control_plane/coordinator/flights/test_expert_changes.py"
-SLOTS = "data_plane/instance/expert_slots.py"
-SLOTS_TEST = "tests/data_plane/instance/test_expert_slots.py"
+SLOTS = "data_plane/moe/expert_slots.py"
+SLOTS_TEST = "tests/data_plane/moe/test_expert_slots.py"
 PLAYED = ("tests/hash_clusters/test_hash_experts.py", "-k", "quick")
-TABLES = "data_plane/instance/expert_tables.py"
+TABLES = "data_plane/moe/expert_tables.py"
 
 MUTANTS = [
     Mutant("loads-of-the-old-table", path=MOVES, tests=(MOVES_TEST, "-k", "another_table"),
@@ -58,11 +58,11 @@ MUTANTS = [
            text="try:\n    self._weights.load(table, self._pause)",
            fault="try:\n    self._filled.append((number, problem))\n"
                  "    self._weights.load(table, self._pause)"),
-    Mutant("half-read-and-known", path="data_plane/model/expert_weights.py",
+    Mutant("half-read-and-known", path="data_plane/moe/expert_weights.py",
            tests=(SLOTS_TEST, "-k", "half_there"),
            why="a slot passes for filled that a stopped load has half written",
            text="moe.held[slot] = -1", fault="pass"),
-    Mutant("experts-of-the-first-layer", path="data_plane/model/expert_weights.py",
+    Mutant("experts-of-the-first-layer", path="data_plane/moe/expert_weights.py",
            tests=(SLOTS_TEST, "-k", "each_layer"),
            why="slots of all layers get the experts of the first one",
            text="table.at(self.seat, number)", fault="table.at(self.seat, 0)"),

@@ -67,7 +67,7 @@ class Seats:
         """num_experts: of a layer, 0 for a dense model; None if every seat must always serve."""
         self._cluster = cluster
         self.num_experts = num_experts or 0
-        """Of a layer; 0: none, or every seat must always serve."""
+        """Experts of a layer; 0: none, or every seat must always serve."""
         num, redundant = cluster.num_instances, cluster.redundant_experts
         self.fewest = num
         """How many seats must serve."""

@@ -382,7 +382,7 @@ class DecodeCluster:
         if self._experts is not None:
             instance.experts.slots.place(self._experts)
         if self.moved is not None:
-            instance.experts.report_every = 2
+            instance.experts.report_s = 0.0
         instance.connect()
         self._outbox.put(instance.poll())
         try:

@@ -22,10 +22,10 @@ from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.page_ring import copy_bytes
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
-from data_plane.model.expert_weights import ExpertWeights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.moe.fused.mixture import FusedMixtures
 from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.moe.gpu.gpu_weights import place_weights

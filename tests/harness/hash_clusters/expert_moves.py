@@ -7,7 +7,7 @@ from random import Random
 
 from control_plane.coordinator.flights.expert_changes import ExpertChanges
 from control_plane.coordinator.members.expert_moves import Change
-from data_plane.instance.expert_tables import ExpertSlots
+from data_plane.moe.expert_tables import ExpertSlots
 from harness.transports.random_tables import named_slots
 from nanocp.values.experts import MAX_REPLICAS, ExpertTable
 

@@ -138,7 +138,7 @@ class HashCluster(HashPlay):
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
         if self.has_moves:
-            instance.experts.report_every = 2
+            instance.experts.report_s = 0.0
             instance.slots.failure_share = 0.003
         instance.token_after, instance.draft_percent = self._token_after, self.draft_percent
         if instance._frames.states is not None:

@@ -5,14 +5,15 @@ The controller changes the table between two windows, once every instance has th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import ExpertLoad, ExpertsHere, Report
 
-REPORT_EVERY = 128
-"""Windows from one report of loads to the next."""
+REPORT_S = 5.0
+"""Time from one report of loads to the next, which a window's end brings."""
 
 
 class ExpertSlots(Protocol):
@@ -54,8 +55,9 @@ class ExpertTables:
         self._instance, self._events = instance, events
         self.slots = slots
         """Where the experts are."""
-        self.report_every = REPORT_EVERY
-        """Windows from one report of loads to the next."""
+        self.report_s = REPORT_S
+        """Seconds from one report of loads to the next."""
+        self._reported_s = time.monotonic()
         self._number = 0
         self._coming: dict[int, ExpertTable] = {}
 
@@ -84,7 +86,7 @@ class ExpertTables:
 
     def end_window(self, window: int) -> None:
         """Report the loads now and then."""
-        if (window + 1) % self.report_every == 0:
+        if time.monotonic() - self._reported_s >= self.report_s:
             self._report(window)
 
     def poll(self) -> None:
@@ -93,5 +95,6 @@ class ExpertTables:
             self._events.append(ExpertsHere(self._instance, *filled))
 
     def _report(self, window: int) -> None:
+        self._reported_s = time.monotonic()
         if pairs := self.slots.loads():
             self._events.append(ExpertLoad(self._instance, self._number, window, pairs))

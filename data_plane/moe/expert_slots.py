@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from data_plane.instance.expert_tables import ExpertSlots
-from data_plane.instance.step_lane import StepLane
-from data_plane.model.expert_weights import ExpertWeights
+from data_plane.moe.expert_tables import ExpertSlots
+from data_plane.moe.expert_weights import ExpertWeights
+from data_plane.moe.mixture import Mixtures
 from nanocp.values.experts import ExpertTable
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ class _Stopped(Exception):
 class LoadedSlots(ExpertSlots):
     """Slots whose experts are read from a checkpoint."""
 
-    def __init__(self, lanes: Sequence[StepLane], weights: ExpertWeights, mb_per_s: int) -> None:
-        """lanes: all that follow the table. mb_per_s: most that `fill` loads, in MB/s."""
-        self._lanes, self._weights, self._bytes_per_s = lanes, weights, mb_per_s * 1e6
+    def __init__(self, steps: Sequence[Mixtures], weights: ExpertWeights, mb_per_s: int) -> None:
+        """steps: all whose rows follow the table. mb_per_s: most that `fill` loads, in MB/s."""
+        self._steps, self._weights, self._bytes_per_s = steps, weights, mb_per_s * 1e6
         self.wake: Callable[[], None] = lambda: None
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -41,8 +41,8 @@ class LoadedSlots(ExpertSlots):
 
     def follow(self, table: ExpertTable) -> None:
         self._num_slots = table.num_slots
-        for lane in self._lanes:
-            lane.step.place_experts(table)
+        for step in self._steps:
+            step.place_experts(table)
 
     def fill(self, number: int, table: ExpertTable) -> None:
         self.stop()
@@ -79,7 +79,7 @@ class LoadedSlots(ExpertSlots):
             self._thread = None
 
     def loads(self) -> tuple[bytes, ...]:
-        total, *others = [lane.step.loads() for lane in self._lanes]
+        total, *others = [step.loads() for step in self._steps]
         for each in others:
             total = total + each
         return tuple(layer.numpy().tobytes() for layer in total)
