@@ -46,7 +46,7 @@ CONFIG = Config(
         num_frames=256,
         max_model_len=2048,
         redundant_experts=1,
-        expert_load_mb_per_s=20,
+        expert_load_mb_per_s=8,
         bounds=BoundsConfig(max_rows=16, max_attention_rows=32),
     ),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0),
