@@ -85,7 +85,8 @@ class SlotNames:
 
     def place(self, table: ExpertTable) -> None:
         """Name the slots of this table from now on."""
-        self.num_slots, num_layers = table.num_slots, len(table.layers)
+        assert table.num_slots == self.num_slots, "the slots of an instance are made once"
+        num_layers = len(table.layers)
         held = torch.frombuffer(bytearray(b"".join(table.layers)), dtype=torch.int16)
         # The numbers of an expert follow each other, ascending.
         expert_LM, number_LM = held.view(num_layers, -1).long().sort(dim=1, stable=True)

@@ -40,7 +40,7 @@ FUSED, EXCHANGE = ({"dispatch_backend": backend} for backend in ("fused", "excha
 AT_4, AT_CHAOS = {"policy": "fixed_degree:4"}, {"policy": "chaos"}
 # Sixteen experts by a table that was drawn for each layer, some twice; on three instances they do
 # not divide.
-DRAWN = {"experts": partial(table_of, seed=1)}
+DRAWN = {"experts": partial(table_of, seed=1), "redundant_experts": 3}
 THREE = {"num_instances": 3}
 IN_STATES = [
     ("tiny-qwen3-next", "forced degree 4", 1, "torch", 1),
