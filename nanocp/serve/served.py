@@ -74,6 +74,11 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
         f"{model.in_words}; profile again, or leave scheduler.profile out",
     )
     config.with_carry(carry_pages(model, config.data_plane))
+    require(
+        model.num_experts > 0 or not config.cluster.expert_load_mb_per_s,
+        f"cluster.expert_load_mb_per_s is {config.cluster.expert_load_mb_per_s}, and the model is "
+        "dense: it has no experts",
+    )
     if config.data_plane.device == "cuda":
         model.check_no_limits()
     if has_fp8(checkpoint) is not None:
