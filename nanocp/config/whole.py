@@ -167,11 +167,6 @@ def _refusals(config: Config) -> Iterator[str]:
         ("cluster.layout is pipeline", cluster.layout == "pipeline", _of_pipeline),
         ("service.controller_process is true", config.service.controller_process, _of_controller),
         (f"cluster.spares is {cluster.spares}", cluster.spares > 0, _of_losses),
-        (
-            f"cluster.expert_load_mb_per_s is {cluster.expert_load_mb_per_s}",
-            cluster.expert_load_mb_per_s > 0,
-            _of_moves,
-        ),
         ("kv_offload is on", config.has_slots, _of_slots),
         ("the model has linear attention layers", cluster.carry_pages > 0, _of_carries),
     ):
@@ -248,14 +243,6 @@ def _of_losses(config: Config) -> _Refusals:
             "data_plane.page_backend: nixl)",
         ),
     )
-
-
-def _of_moves(config: Config) -> _Refusals:
-    sentence = (
-        "the cluster ends with the first loss, so its experts stay (limits.recovery_timeout_ms "
-        "says where that is)"
-    )
-    return ((not config.recovers, sentence),)
 
 
 def _of_controller(config: Config) -> _Refusals:

@@ -50,7 +50,7 @@ from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.member_processes import MemberProcesses
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
-from nanocp.serve.served import PREFILL_PLANNER, settled
+from nanocp.serve.served import PREFILL_PLANNER, settled, why_experts_stay
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
@@ -363,8 +363,8 @@ class Service:
                 LAYOUT_PATH: partial(answer_layout, self.want_layout),
                 EXPERTS_PATH: partial(
                     answer_experts,
-                    self._config,
-                    self._served.num_experts,
+                    why_experts_stay(self._config, self._served.num_experts),
+                    self._config.cluster.expert_load_mb_per_s,
                     lambda: self._controller.experts() if self._has_served else None,
                 ),
                 ABORT_PATH: partial(

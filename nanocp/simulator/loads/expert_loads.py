@@ -68,9 +68,8 @@ def expert_imbalance(text: str, model: ModelShape, num_instances: int) -> float:
         return fmean(home_imbalance(layer, num_instances) for layer in drawn)
     try:
         found = json.loads(Path(text).read_text())
-        pairs, loads = (
-            [[float(each) for each in layer] for layer in found[name]] for name in ("pairs", "loads")
-        )
+        numbers = found["pairs"], found["loads"]
+        pairs, loads = ([[float(each) for each in layer] for layer in one] for one in numbers)
         found_shape = (found["num_experts"], len(pairs), len(loads))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

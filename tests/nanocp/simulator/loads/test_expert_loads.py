@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.flights.expert_changes import ExpertsNow
-from nanocp.config.cluster import ClusterConfig
-from nanocp.config.whole import Config
 from nanocp.serve.experts import answer_experts
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.costs.cost import CostModel, Loads
@@ -63,11 +61,9 @@ def test_what_a_service_says_is_read_for_its_instances_and_for_others(tmp_path):
     home = [*home_table(256, 32, 1).experts()]
     experts = [*home]
     experts[9 + 8] = 0
-    now = ExpertsNow(
-        True, tuple(range(32)), 9, [experts] + [home] * (num - 1), [loads] + [[1.0] * 256] * (num - 1),
-        False, 0, "", {"done": 1},
-    )  # fmt: skip
-    said = answer_experts(Config(ClusterConfig(32)), 256, lambda: now, None, "")
+    table, of_layers = [experts, *[home] * (num - 1)], [loads, *[[1.0] * 256] * (num - 1)]
+    now = ExpertsNow(True, tuple(range(32)), 9, table, of_layers, False, 0, "", {"done": 1})
+    said = answer_experts("", 100, lambda: now, None, "")
     path = tmp_path / "experts.json"
     path.write_bytes(said)
     for num_instances, busiest in ((32, 300 + 8), (16, 600 + 15)):
