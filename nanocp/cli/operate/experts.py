@@ -51,13 +51,14 @@ def lines_of(found: dict[str, Any]) -> list[str]:
 
 def _layer(found: dict[str, Any], layer: int) -> str:
     table, loads, pairs = (found[name][layer] for name in ("table", "loads", "pairs"))
+    if not (total := sum(loads)):
+        return f"  layer {layer}: no row has come to its experts"
     num_slots, seats = found["num_slots"], found["seats"]
     hot = seats[max(range(len(seats)), key=pairs.__getitem__)]
     serving = [each for seat in seats for each in table[seat * num_slots : (seat + 1) * num_slots]]
     replicas = Counter(serving)
     held = {each for each in table[hot * num_slots : (hot + 1) * num_slots] if each >= 0}
     heaviest = sorted(held, key=lambda each: -loads[each] / replicas[each])[:_MAX_EXPERTS]
-    total = sum(loads) or 1.0
     named = ", ".join(
         f"{each} with {loads[each] / total:.1%} of the pairs"
         + (f" in {replicas[each]} replicas" if replicas[each] > 1 else "")
