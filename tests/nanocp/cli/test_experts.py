@@ -8,7 +8,6 @@ import pytest
 from harness.exact.settings import configured
 from harness.hash_clusters.hash_model import NUM_EXPERTS
 from harness.programs.command_line import nanocp
-from harness.services.hash_members import MODEL
 from harness.services.hash_service import CONFIG, generate, hash_service, prompt
 from harness.waits import until
 from nanocp.cli.operate.experts import lines_of
@@ -88,9 +87,8 @@ def test_a_service_is_asked_with_a_key_and_the_simulator_reads_its_answer(servic
     (tmp_path / "experts.json").write_text(json.dumps(found))
     shape = load_cluster_file("h200x32-deepseek-v3").model
     model = replace(shape, num_experts=NUM_EXPERTS, num_moe_layers=num_layers)
-    mean = sum(found["imbalances"]) / num_layers
     measured = expert_imbalance(str(tmp_path / "experts.json"), model, 4)
-    assert measured == pytest.approx(mean) and num_layers == MODEL.num_moe_layers
+    assert measured > 1 and measured == pytest.approx(found["imbalances"][0])
 
 
 @pytest.mark.parametrize("key", ["", "another"])
