@@ -240,7 +240,7 @@ def test_every_command_has_an_extra_or_needs_none():
     names |= {group.name for group in app.registered_groups}
     assert names == {
         *EXTRAS,
-        *("config", "generate", "status", "top", "why", "abort"),
+        *("config", "generate", "status", "top", "why", "experts", "abort"),
         *("drain", "scale", "upgrade", "layout"),
     }
     assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])

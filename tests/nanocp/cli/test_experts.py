@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from control_plane.coordinator.flights.expert_changes import ExpertsNow
 from harness.exact.settings import configured
 from harness.hash_clusters.hash_model import NUM_EXPERTS
 from harness.programs.command_line import nanocp
 from harness.services.hash_service import CONFIG, generate, hash_service, prompt
 from harness.waits import until
 from nanocp.cli.operate.experts import lines_of
-from nanocp.serve.experts import NO_REPORT
+from nanocp.serve.experts import NO_REPORT, answer_experts
 from nanocp.serve.served import why_experts_stay
 from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.expert_loads import expert_imbalance
@@ -49,6 +51,16 @@ def test_the_worst_layers_come_first_and_what_moves_comes_last():
 ])  # fmt: skip
 def test_a_change_a_failure_and_how_to_let_experts_move_are_said(changed, said):
     assert said in "\n".join(lines_of(FOUND | changed))
+
+
+def test_the_load_of_an_instance_is_that_of_its_slots_and_nobody_writes_it():
+    names = ("is_on", "seats", "num_slots", "table", "loads", "is_changing", "num_loading",
+             "failure", "changes")  # fmt: skip
+    now = ExpertsNow(*(FOUND[name] for name in names))
+    answer = partial(answer_experts, "", 100, lambda: now)
+    assert json.loads(answer(None, "")) == FOUND | {"imbalances": [1.2] * 7, "num_experts": 4}
+    with pytest.raises(ValueError, match="alice cannot change experts so"):
+        answer(b"{}", "alice")
 
 
 @pytest.fixture(scope="module")
