@@ -202,7 +202,7 @@ class Controller(ControllerInterface):
         return self._answer(self._stages_now)
 
     def experts(self) -> ExpertsNow | None:
-        """Return the experts, their loads and what is under way; None without an expert table."""
+        """Return the experts, with their loads; None without an expert table."""
         experts = self._flights.experts
         return None if experts is None else self._answer(experts.now)
 

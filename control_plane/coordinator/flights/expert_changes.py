@@ -43,12 +43,10 @@ def expert_changes(
 
 @dataclass(frozen=True, slots=True)
 class ExpertsNow:
-    """Experts, loads and changes of a cluster, for its operator."""
+    """The experts of a cluster for its operator, with their loads and changes."""
 
     is_on: bool
-    """Whether experts follow the load."""
     seats: tuple[int, ...]
-    """Instances that serve, ascending."""
     num_slots: int
     """Slots of an instance in a layer."""
     table: list[list[int]]
@@ -57,9 +55,9 @@ class ExpertsNow:
     """For each MoE layer the pairs of each expert, lately."""
     is_changing: bool
     num_loading: int
-    """Experts that instances load; 0 in a change: rows leave their slots first."""
+    """0 while rows leave the slots of a change."""
     failure: str
-    """Why the last change that failed did; empty if none has."""
+    """Why the last change that failed did."""
     changes: dict[str, int]
     """Changes so far, by outcome."""
 
@@ -95,7 +93,7 @@ class ExpertChanges:
         self._failure = ""
 
     def now(self) -> ExpertsNow:
-        """Return copies of the table, the loads and what is under way."""
+        """Return the present state, for an operator."""
         return ExpertsNow(
             self.is_on,
             tuple(self._members.seats),

@@ -209,7 +209,7 @@ class ExpertMoves:
                 sums[expert] += count if expert >= 0 else 0
 
     def loads(self, layer: int) -> list[float]:
-        """The pairs of each expert of a layer, lately; earlier ones count less."""
+        """The pairs of each expert of a layer, lately."""
         return [*self._sums[layer]]
 
     def placement(self, layer: int) -> LayerPlacement:
