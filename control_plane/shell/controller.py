@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from control_plane.coordinator.coordinator import Coordinator
+from control_plane.coordinator.flights.expert_changes import ExpertsNow
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import Facts
@@ -38,6 +39,8 @@ from nanocp.values.passes import LayoutWanted
 from nanocp.values.plan import AbortRequested, Ended, FinishReason, Plan
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
@@ -196,8 +199,16 @@ class Controller(ControllerInterface):
 
     def stages(self) -> list[dict[str, Any]]:
         """Return each pipeline stage's layers and state; empty without stages."""
-        answer: Future[list[dict[str, Any]]] = Future()
-        self._call(lambda: answer.set_result(self._stages_now()))
+        return self._answer(self._stages_now)
+
+    def experts(self) -> ExpertsNow | None:
+        """Return the experts, with their loads; None without an expert table."""
+        experts = self._flights.experts
+        return None if experts is None else self._answer(experts.now)
+
+    def _answer(self, read: Callable[[], T]) -> T:
+        answer: Future[T] = Future()
+        self._call(lambda: answer.set_result(read()))
         return answer.result(_ANSWER_S)
 
     def _stages_now(self) -> list[dict[str, Any]]:

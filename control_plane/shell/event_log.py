@@ -42,6 +42,8 @@ _MAX_CALLS = 8192
 """Calls that may wait for the disk: at least half a minute of a busy service."""
 _FLUSH_S = 1.0
 """Longest time for which a call stays in the buffer of a log that has a thread."""
+_PART_BYTES = 1024 * 10**6
+"""Size at which a service's log goes on in another part."""
 _CLOSE_S = 2.0
 """Longest wait for the disk when a log that has a thread is closed."""
 
@@ -352,10 +354,8 @@ def open_event_log(
     """
     if not service.event_log:
         return None
-    max_bytes = service.event_log_part_mb * 10**6
     path = Path(service.event_log)
-    log = EventLog(path, cluster, scheduler, wall_us, max_bytes, pipeline)
-    return LogThread(log)
+    return LogThread(EventLog(path, cluster, scheduler, wall_us, _PART_BYTES, pipeline))
 
 
 class LogReader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from control_plane.coordinator.members.expert_moves import HALVED_EVERY, Change, ExpertMoves
 from control_plane.coordinator.members.members import Members
@@ -40,6 +41,27 @@ def expert_changes(
     return ExpertChanges(moves, members, metrics, is_on=cluster.expert_load_mb_per_s > 0)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsNow:
+    """The experts of a cluster for its operator, with their loads and changes."""
+
+    is_on: bool
+    seats: tuple[int, ...]
+    num_slots: int
+    """Slots of an instance in a layer."""
+    table: list[list[int]]
+    """For each MoE layer the expert in each slot's number; -1: none. Empty before reports."""
+    loads: list[list[float]]
+    """For each MoE layer the pairs of each expert, lately."""
+    is_changing: bool
+    num_loading: int
+    """0 while rows leave the slots of a change."""
+    failure: str
+    """Why the last change that failed did."""
+    changes: dict[str, int]
+    """Changes so far, by outcome."""
+
+
 class ExpertChanges:
     """The expert table of the term that serves. Used from the controller's thread."""
 
@@ -68,6 +90,21 @@ class ExpertChanges:
         """Windows without a change after one that has failed."""
         self._resume_at = -1
         self._planning: Iterator[None] | None = None
+        self._failure = ""
+
+    def now(self) -> ExpertsNow:
+        """Return the present state, for an operator."""
+        return ExpertsNow(
+            self.is_on,
+            tuple(self._members.seats),
+            self.moves.num_slots,
+            [[*layer] for layer in self._table],
+            [self.moves.loads(layer) for layer in range(len(self._table))],
+            self._leaving is not None,
+            len(self._loads) if self._next else 0,
+            self._failure,
+            dict(self.metrics.changes),
+        )
 
     # --- the term
 
@@ -181,6 +218,7 @@ class ExpertChanges:
         self._fail(f"instances {late} did not load their experts in {MAX_LOAD_MS // 60_000} min")
 
     def _fail(self, message: str) -> None:
+        self._failure = message
         self._members.output.warn(f"{message}; the experts stay where they are")
         self._put([change._replace(expert=-1) for change in self._loads])
         self._resume_at = self._done + self.rest

@@ -208,9 +208,13 @@ class ExpertMoves:
             for expert, count in zip(experts[first:], counts, strict=False):
                 sums[expert] += count if expert >= 0 else 0
 
+    def loads(self, layer: int) -> list[float]:
+        """The pairs of each expert of a layer, lately."""
+        return [*self._sums[layer]]
+
     def placement(self, layer: int) -> LayerPlacement:
         """The experts of a layer where they are, with the loads so far."""
-        return LayerPlacement([*self._sums[layer]], self._held(self._table[layer]), self.num_slots)
+        return LayerPlacement(self.loads(layer), self._held(self._table[layer]), self.num_slots)
 
     def planned(self, layer: int) -> LayerPlacement:
         """The experts of a layer once the plan is carried out."""

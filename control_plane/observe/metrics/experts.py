@@ -21,6 +21,8 @@ class ExpertMetrics(Collector):
         self._now_s = now_s
         self._imbalances: Sequence[float] = ()
         self._began_s = 0.0
+        self.changes = dict.fromkeys(("done", "failed", "lost"), 0)
+        """Changes so far, by outcome."""
         self._recorded = Recorded(registry, EXPERTS)
         registry.register(self)
 
@@ -35,6 +37,7 @@ class ExpertMetrics(Collector):
     def changed(self, outcome: str, num_experts: int) -> None:
         """Record the end of a change; outcome: done, failed or lost."""
         self._recorded.count("expert_changes", outcome)
+        self.changes[outcome] += 1
         if num_experts:
             self._recorded.count("experts_loaded", by=num_experts)
             self._recorded.observe("expert_load_seconds", self._now_s() - self._began_s)

@@ -193,7 +193,7 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
     simulated = nanocp(
         *("simulate", "--cluster", out / "cluster.yaml", "--workload", "issue-0", "--rate", 2,
           "--slo-tpot-ms", 1000, "--slo-ttft-ms", 10_000),
-        *("--seconds", 60, "--warm-up", 1, "--json"),
+        *("--seconds", 60, "--set", "warm_up=1", "--json"),
     )  # fmt: skip
     # Two requests a second are more than the tiny cluster holds: its queue may drift (1).
     assert simulated.exit_code in (0, 1), simulated.output

@@ -171,3 +171,22 @@ def test_neither_one_instance_nor_a_dense_model_has_a_table(cluster):
     assert expert_changes(alone, members, metrics) is None
     members.changes.seats = Seats(CLUSTER, 0)
     assert expert_changes(CLUSTER, members, metrics) is None
+
+
+def test_an_operator_sees_the_table_its_loads_and_what_is_under_way(cluster):
+    def now():
+        seen = cluster.changes.now()
+        return bool(seen.table), seen.is_changing, seen.num_loading
+
+    assert now() == (False, False, 0)
+    run_window(cluster, is_done=False)
+    report(cluster)
+    assert now() == (True, True, 0)
+    assert cluster.changes.now().loads == [[0, 900, 900, 50, 50, 0]]
+    cluster.changes.window_done(0)
+    seen = cluster.changes.now()
+    assert seen.num_loading and seen.table[0].count(-1) < 2 and seen.seats == (0, 1)
+    answer(cluster, 2, "no space left")
+    seen = cluster.changes.now()
+    assert now() == (True, False, 0) and seen.failure == "instance 0: no space left"
+    assert seen.changes == {"done": 0, "failed": 1, "lost": 0}
