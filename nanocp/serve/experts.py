@@ -9,7 +9,7 @@ from dataclasses import asdict
 from control_plane.coordinator.flights.expert_changes import ExpertsNow
 from control_plane.coordinator.members.expert_moves import LayerPlacement
 
-NO_REPORT = "no instance has reported its load yet: each does every 128 windows"
+NO_REPORT = "no instance has reported its load yet: each does every 5 s"
 
 
 def answer_experts(

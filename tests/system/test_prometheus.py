@@ -115,7 +115,7 @@ def _wait_for_samples(address, service, log):
     scraped = 'count_over_time(up{job="nanocp"}[1m]) > 15'
     while time.monotonic() < deadline:
         try:
-            # Instances report the load of experts every 128 windows.
+            # Instances report the load of experts every 5 s.
             if values(address, scraped) and values(address, "nanocp:expert_imbalance"):
                 return
         except OSError:
