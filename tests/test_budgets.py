@@ -53,7 +53,7 @@ MAX_ATTRIBUTES = 20
 """Attributes that a class and its bases set of themselves."""
 MAX_WHOLE_CONFIGS = 20
 """Files that have a function which takes the whole Config instead of its sections."""
-MAX_DOCSTRING_WORDS = 90_220
+MAX_DOCSTRING_WORDS = 90_100
 MAX_FREE_RELATIVES = 300
 """Docstrings that begin with what, how, who or their like: they hide their subject."""
 MAX_DOC_WORDS = {"docs": 65_000, "docs/decisions": 18_000}

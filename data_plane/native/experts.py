@@ -31,8 +31,6 @@ def region_places(region: Region) -> list[int | None]:
 
 
 class _Experts(NamedTuple):
-    """The addresses of the packed weights of a layer's experts here."""
-
     gate_up: Any
     down: Any
     inner: int

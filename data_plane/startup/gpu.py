@@ -225,8 +225,6 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
 
 
 class _Meeting:
-    """Maps the memory of a term's instances, by lane."""
-
     def __init__(
         self,
         instance: int,

@@ -120,7 +120,7 @@ def write(
 def read(path: Path, operations: Sequence[Operation], interference: Interference) -> Schedule:
     """Read a schedule that was made for these operations.
 
-    Raises ValueError if it is no schedule, if it was made for others, or if it breaks a law.
+    Raises ValueError if it is none, was made for others, or breaks a law.
     """
     content = _content(path)
     expected = digest(operations, interference)

@@ -27,8 +27,6 @@ _NO_CHANGES = TableChanges()
 
 
 class _Pending:
-    """Changes for one instance in the next window, without rows and routes."""
-
     __slots__ = (
         "cleared",
         "ends",
@@ -294,7 +292,6 @@ class Lowering:
             self._told[instance] += digest
 
     def _tell_holders(self, request: Request, position: int) -> None:
-        """Send changes of holders from this position on, beginning with the MoE binding."""
         request.told_holder = request.moe_binding
         page = position // PAGE_SIZE
         for run in request.runs[request.run_of(position) :]:

@@ -205,7 +205,6 @@ class GpuAlone(GpuAllToAll):
     def run_experts(
         self, dispatched: AloneDispatched, experts: GroupedExperts, load_E: Tensor
     ) -> None:
-        """Run the experts, and the shared ones beside them."""
         pairs = dispatched.pairs = find_pairs(
             dispatched.x_BX, dispatched.number_BK, load_E, experts.num_shared
         )

@@ -167,7 +167,6 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
 def _run_pipeline(
     config: Config, checkpoint: Path, measurement: Measurement, console: Console
 ) -> None:
-    """Fit a pipeline's predictor to passes through one stage with all layers."""
     from rich.table import Table
 
     from data_plane.model.config import ModelConfig

@@ -42,7 +42,6 @@ class OverlapEngine:
         self._has_warned = False
 
     def __call__(self, *inputs: Any) -> Any:
-        """One forward."""
         number, cut = self._batch
         batch_size = inputs[number].shape[cut.dim] // cut.rows_each
         for number, cut in self._others:
