@@ -1,7 +1,4 @@
-"""The expert tables of a term at one instance (protocol.md, named slots).
-
-The controller changes the table between two windows, once every instance has the experts.
-"""
+"""The expert tables of a term at one instance (protocol.md, named slots)."""
 
 from __future__ import annotations
 

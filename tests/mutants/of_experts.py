@@ -50,7 +50,7 @@ MUTANTS = [
            text="self._resume_at = self._done + self.rest", fault="pass"),
     Mutant("unfilled-slots-are-known", path=CHANGES, tests=(CHANGES_TEST, "-k", "a_loss_drops"),
            why="a term begins with experts in slots that were being written",
-           text='"""Let instances fill the slots, which no window in flight names."""\n'
+           text='"""Let instances fill slots, which no window in flight names."""\n'
                 "self._remember()",
            fault="self._put(self._loads)\nself._remember()"),
     Mutant("here-before-it-is-read", path=SLOTS, tests=(SLOTS_TEST, "-k", "half_there"),

@@ -189,7 +189,7 @@ class ExpertChanges:
             self._load()
 
     def _load(self) -> None:
-        """Let instances fill the slots, which no window in flight names."""
+        """Let instances fill slots, which no window in flight names."""
         self._remember()
         if not self._loads:
             self._go_on()
@@ -201,14 +201,12 @@ class ExpertChanges:
         self._members.deadlines.start(_LOADING, MAX_LOAD_MS, self._overdue)
 
     def _use(self) -> None:
-        """All experts are here: rows go there from the next window on."""
         self.number = self._next
         self._remember()
         self.metrics.changed("done", len(self._loads))
         self._go_on()
 
     def _go_on(self) -> None:
-        """Begin the next changes of the plan, if there are more."""
         self._end("")
         self.moves.use(self.number, self._table, self._members.seats)
         self._begin_change()
@@ -243,7 +241,6 @@ class ExpertChanges:
         seats.experts = ExpertTable.of(seats.experts.num_slots, *self._table)
 
     def _send(self) -> int:
-        """Let instances know the table as it is now; return its number."""
         seats = self._members.changes.seats
         assert seats.experts is not None
         table = ExpertTable.of(seats.experts.num_slots, *self._table)
