@@ -13,7 +13,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.frontend.access.api_keys import OperatorKeys
-from control_plane.observe.metrics.families import INSTANCES, READ, RECOVERY, REQUESTS, SCHEDULING
+from control_plane.observe.metrics.families import (
+    EXPERTS,
+    INSTANCES,
+    READ,
+    RECOVERY,
+    REQUESTS,
+    SCHEDULING,
+)
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.observe.observer import EndedRequest
