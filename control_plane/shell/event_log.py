@@ -122,10 +122,12 @@ def digest(plan: Plan) -> dict[str, int | str]:
         if name == "window" and value is not None:
             digests[name] = value
         elif value:
+            if name == "instances":
+                value = [each[:-1] for each in value]  # the coordinator names the expert table
             if name in _NEW_LAST and all(each[-1] == _NEW_LAST[name] for each in value):
                 value = [each[:-1] for each in value]
             if name == "pass_plan":
-                value = value._replace(table=value.table[:-1])  # a pass has no drafts
+                value = value._replace(table=value.table[:-2])  # a pass has no drafts or table
             digests[name] = blake2b(to_json(value, bytes_mode="base64"), digest_size=16).hexdigest()
     return digests
 
