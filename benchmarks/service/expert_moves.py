@@ -217,7 +217,7 @@ def measured(even: Path, skewed: Path, seconds: float) -> dict[str, Any]:
     middle = median(gap for _, gap in in_time)
     reports = [window for _, window, instance, _ in moving.loads if instance == 0]
     return {
-        "imbalance_before": round(moving.imbalance(begin_s, first_s), 3),
+        "imbalance_before": round(moving.imbalance(0.0, first_s), 3),
         "imbalance_after": round(moving.imbalance(last_s, turns[skewed][-1][1]), 3),
         "windows_after": max(reports) - next(w for at, w, *_ in moving.loads if at >= last_s),
         "settled_s": round(last_s - begin_s, 1),

@@ -9,8 +9,9 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from heapq import heapify, heapreplace, nlargest, nsmallest
-from itertools import chain
+from itertools import chain, product
 from math import inf, sqrt
+from operator import add
 from typing import NamedTuple
 
 from nanocp.values.experts import MAX_REPLICAS
@@ -48,9 +49,15 @@ away and gets that)."""
 class LayerPlacement:
     """The experts of one layer, and the load of each instance. Replicas share evenly."""
 
-    def __init__(self, loads: Sequence[float], held: Held, num_slots: int) -> None:
-        """loads: of each expert. held: at most num_slots each."""
+    def __init__(
+        self, loads: Sequence[float], held: Held, num_slots: int, one_lends: bool = False
+    ) -> None:
+        """loads: of each expert. held: at most num_slots each.
+
+        one_lends: a slot of either instance does for an exchange; several may need both.
+        """
         self._loads, self._num_slots = loads, num_slots
+        self._lent = min if one_lends else add
         self.held = [[*experts] for experts in held]
         self._holders: list[list[int]] = [[] for _ in loads]
         for at, experts in enumerate(held):
@@ -120,7 +127,8 @@ class LayerPlacement:
                 for other in room + near:
                     more = share - (share_of(other) if other >= 0 else 0.0)
                     most = max(loads[hot] - more, loads[cold] + more)
-                    cost = 2 + self._price[hot] + self._price[cold] if other >= 0 else 1
+                    lent = self._lent(self._price[hot], self._price[cold])
+                    cost = 2 + lent if other >= 0 else 1
                     yield most, cost, expert, cold, other, True
 
     def _toggle(self, expert: int, at: int) -> None:
@@ -249,7 +257,8 @@ class ExpertMoves:
                 yield
                 slots = self.num_slots
                 ways = (
-                    LayerPlacement(loads, held, slots).lowered(budget, each) for each in _COLDEST
+                    LayerPlacement(loads, held, slots, one_lends).lowered(budget, coldest)
+                    for one_lends, coldest in product((False, True), _COLDEST)
                 )
                 for way in chain(ways, [placed_anew(loads, held, slots, budget)]):
                     found = yield from way
