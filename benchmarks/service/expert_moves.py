@@ -34,7 +34,7 @@ from nanocp.values.members import ExpertLoad
 NUM_INSTANCES, NUM_STREAMS = 4, 32
 SKEW = 2.5
 """The hottest instance over the mean, of the biased gate."""
-BIAS = {"tiny": 0.3, "small": 0.3}
+BIAS = {"tiny": 0.3, "small": 0.2}
 """Added to a gate's choice of the first instance's experts: by trial, so that SKEW comes of it."""
 EVEN, SETTLED_S = 1.10, 60.0
 AFTER_S = 0.2
