@@ -14,7 +14,7 @@ from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.file import known_keys
 
-MAX_LINES = {"nanocp": 25_450, "control_plane": 25_100, "data_plane": 31_980}
+MAX_LINES = {"nanocp": 25_600, "control_plane": 25_400, "data_plane": 32_300}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 177
 """Options of all commands together."""
@@ -53,11 +53,11 @@ MAX_ATTRIBUTES = 20
 """Attributes that a class and its bases set of themselves."""
 MAX_WHOLE_CONFIGS = 20
 """Files that have a function which takes the whole Config instead of its sections."""
-MAX_DOCSTRING_WORDS = 90_150
+MAX_DOCSTRING_WORDS = 90_100
 MAX_FREE_RELATIVES = 300
 """Docstrings that begin with what, how, who or their like: they hide their subject."""
 MAX_DOC_WORDS = {"docs": 65_000, "docs/decisions": 18_000}
-MAX_TEST_LINES = 78_000
+MAX_TEST_LINES = 79_300
 MAX_PARAMETERS = 8
 """Without kernels, and commands, whose parameters are their options."""
 

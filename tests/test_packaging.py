@@ -240,7 +240,7 @@ def test_every_command_has_an_extra_or_needs_none():
     names |= {group.name for group in app.registered_groups}
     assert names == {
         *EXTRAS,
-        *("config", "generate", "status", "top", "why", "abort"),
+        *("config", "generate", "status", "top", "why", "experts", "abort"),
         *("drain", "scale", "upgrade", "layout"),
     }
     assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
@@ -248,7 +248,7 @@ def test_every_command_has_an_extra_or_needs_none():
 
 def test_the_extra_of_the_simulator_brings_all_that_it_imports(tmp_path):
     modules = modules_of([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["simulate"]])
-    words = ("simulate", "--seconds", "0.1", "--warm-up", "0", "--json", "--rate", "5")
+    words = ("simulate", "--seconds", "0.1", "--set", "warm_up=0", "--json", "--rate", "5")
     result = run_with(modules, command(*words, "--plots", str(tmp_path)))
     assert result.returncode in (0, 1), result.stderr
     assert "cost_aware" in json.loads(result.stdout)

@@ -248,7 +248,8 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
         gate_up, down = all_gate_up[:num_experts], all_down[:num_experts]
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device())
         place = torch.arange(num_experts, device=device())
-        pairs = find_pairs(x, place.expand(rows, -1).contiguous(), num_experts)
+        load = torch.zeros_like(place)
+        pairs = find_pairs(x, place.expand(rows, -1).contiguous(), load)
         for name, gemm in gemms.items():
             experts = GroupedExperts(gemm, gate_up, down)
             us = replay_us([partial(experts.run_pairs, pairs)], shapes.rounds)

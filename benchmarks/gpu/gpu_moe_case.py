@@ -119,7 +119,7 @@ class MoeCase:
             moe, fused_experts = self._weights(form)
             layers: Any = SimpleNamespace(layers=[SimpleNamespace(moe=moe)])
             names = SlotNames(home, layers.layers, model.num_experts, self.device)
-            self.weights.append(fused_weights(moe, fused_experts, names.of(0)))
+            self.weights.append(fused_weights(moe, fused_experts, names, 0))
             self.fused.append(
                 FusedMoe(
                     other, model, is_fp8=form == "fp8", tiles=shapes.tiles,

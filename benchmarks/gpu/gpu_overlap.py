@@ -7,6 +7,7 @@ Needs torch, no network. Waits for a peer are a kernel that spins for a given ti
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -100,11 +101,37 @@ def _together(
     return [1000 * begin.elapsed_time(end) for end in ends]
 
 
+class PartStreams(CudaStreams):
+    """Streams of which `other` has so many multiprocessors to itself."""
+
+    def __init__(self, device: torch.device, num_sms: int) -> None:
+        super().__init__(device)
+        self._context = green_context(num_sms, device)  # the stream ends with it
+        self._streams["other"] = self._context.Stream()
+
+
+def green_context(num_sms: int, device: torch.device) -> Any:
+    """A green context with that many multiprocessors.
+
+    Raises RuntimeError if torch or the driver lacks them.
+    """
+    from torch.cuda import green_contexts
+
+    made = green_contexts.GreenContext
+    if not green_contexts.SUPPORTED or not hasattr(made, "Stream"):
+        raise RuntimeError(f"torch {torch.__version__} has no streams of green contexts")
+    known = inspect.signature(made.create).parameters
+    number = "device_id" if "device_id" in known else "device"
+    arguments: dict[str, Any] = {"num_sms": num_sms, number: device.index or 0}
+    return made.create(**arguments)
+
+
 def streams_by(mechanism: str) -> CudaStreams:
     """Two streams; with `N SMs` the second one has so many multiprocessors to itself."""
+    device = torch.device("cuda", 0)
     if mechanism == "two streams":
-        return CudaStreams(torch.device("cuda", 0))
-    return CudaStreams(torch.device("cuda", 0), {"other": int(mechanism.split()[0])})
+        return CudaStreams(device)
+    return PartStreams(device, int(mechanism.split()[0]))
 
 
 @torch.library.custom_op("overlap_benchmark::sent", mutates_args=())

@@ -30,7 +30,7 @@ from benchmarks.service.chaos import CONFIG, NUM_INSTANCES, Disturbed, play_in_p
 from control_plane.launchers.processes import ProcessLauncher
 from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import load_experts
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.startup.cpu import load_shared_weights
 from data_plane.startup.shared_parts import torch_dtype
 from nanocp.cli.demo.chaos_run import ChaosRun
@@ -241,7 +241,7 @@ def _experts_load_s(checkpoint: Path) -> float:
     model = ModelConfig.from_folder(checkpoint)
     home = home_table(model.num_experts, NUM_INSTANCES)
     began_s = time.monotonic()
-    load_experts(checkpoint, model, dtype, weights, home, 0)
+    ExpertWeights(checkpoint, model, dtype, weights, 0).load(home)
     return round(time.monotonic() - began_s, 3)
 
 

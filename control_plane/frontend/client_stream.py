@@ -72,7 +72,6 @@ class OrderedOutput:
         self._max_tokens = choice.params.max_tokens
         self._text = choice.text
         self._early: dict[int, Token] = {}
-        """Early tokens by index."""
         self._num_taken = len(choice.output_ids)
         self._untaken_logprobs: list[TokenLogprobs] = []
 

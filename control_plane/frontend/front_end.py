@@ -44,7 +44,6 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
 _DRAIN_REPORT_S = 5.0
-"""Time between two reports of a drain."""
 _DRAIN_LATE_S = 10.0
 """Longest wait for the answer to a drain whose time is over."""
 _LAST_WORD_S = 1.0
@@ -58,11 +57,7 @@ _Serving = health_pb2.HealthCheckResponse
 
 
 class FrontEnd(ControllerEvents):
-    """One front end of a service, usable from any thread: start, open, drain, stop.
-
-    `placed`, `preempted`, `interrupted` and `ended` are the controller's callbacks
-    (ControllerEvents).
-    """
+    """One front end of a service, usable from any thread: start, open, drain, stop."""
 
     def __init__(
         self,

@@ -302,7 +302,6 @@ class RayLauncher(Launcher):
 
 
 def _quantities(resources: Mapping[str, float]) -> str:
-    """Format as `2 CPU, 1 GPU`, without most of Ray's own names."""
     asked = {name: number for name, number in resources.items() if name in ("CPU", "GPU")}
     return ", ".join(f"{number:g} {name}" for name, number in sorted(asked.items())) or "no CPU"
 

@@ -377,7 +377,6 @@ class _NodeStream:
 
 
 async def _caller_of_kind(kind: str, context: Any) -> Member:
-    """End the call if its member is of another kind."""
     member = Member.named(caller(context))
     if member.kind != kind:
         sentence = f"{member} cannot attach as a stream of kind {kind}"
@@ -386,7 +385,6 @@ async def _caller_of_kind(kind: str, context: Any) -> Member:
 
 
 async def _until_it_breaks(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """End the messages at a cut connection as at any other end."""
     try:
         async for message in requests:
             yield message

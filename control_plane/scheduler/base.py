@@ -118,7 +118,6 @@ class SchedulerBase(ABC):
             self._answer.placed.pop(request.request_id, None)
 
     def _goes_on(self, request: Request | None, arrival: Arrival) -> bool:
-        """Whether the request's next attempt begins with the pages that it has."""
         return False
 
     def _abort(self, event: AbortRequested) -> None:
@@ -142,7 +141,6 @@ class SchedulerBase(ABC):
     # --- ends
 
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
-        """Release the request, or take it from the queue, and let the front end know."""
         if request := self._state.requests.get(request_id):
             self._release(request)
             self._answer.end(request_id, reason, message)

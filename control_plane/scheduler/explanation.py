@@ -99,7 +99,6 @@ class Explainer(Policy):
         self.deferred: Container[int] = ()
         """Ids of deferred requests, set by the scheduler."""
         self._away: set[int] = set()
-        """Preempted requests that have not come back."""
 
     def watch(self, policy: Policy, state: ClusterState, config: SchedulerConfig) -> Policy:
         """Wrap `policy`, so that its answers to the scheduler are noted."""

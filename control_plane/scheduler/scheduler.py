@@ -242,7 +242,6 @@ class Scheduler(SchedulerBase):
         self._admission.should_walk = True
 
     def _end_term(self, seats: Sequence[int], restarts: Mapping[int, Sequence[int]]) -> None:
-        """Nothing of the last term goes on: requests are held or forgotten."""
         absent = set(range(self._state.cluster.num_instances)).difference(seats)
         self.requests.free(*self._quarantine.end_term(self._rows.next_window - 1))
         self._admission.first_windows.lost(self._rows.lost_in_first_window(self._term.lost_seats))
@@ -271,7 +270,6 @@ class Scheduler(SchedulerBase):
             self.offload.forget(request_id)
 
     def _preempt(self, request: Request, num_tokens: int) -> None:
-        """Let the request come back with the tokens that it has."""
         is_written = request.state is not TRANSFERRING
         self._release(request, self.offload.stow_all(request) if is_written else None)
         self._admission.preempted(request.request_id, num_tokens)

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from control_plane.coordinator.coordinator import Coordinator
+from control_plane.coordinator.flights.expert_changes import ExpertsNow
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import Facts
@@ -39,10 +40,14 @@ from nanocp.values.plan import AbortRequested, Ended, FinishReason, Plan
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
 _ANSWER_S = 10.0
 """Longest wait for the controller's thread to answer."""
+_MOVES_NS = 500_000
+"""Time for planning where experts go, between two windows, but for one step of less than 1 ms."""
 _NUMBER = re.compile("[0-9]{1,18}")
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
@@ -194,8 +199,16 @@ class Controller(ControllerInterface):
 
     def stages(self) -> list[dict[str, Any]]:
         """Return each pipeline stage's layers and state; empty without stages."""
-        answer: Future[list[dict[str, Any]]] = Future()
-        self._call(lambda: answer.set_result(self._stages_now()))
+        return self._answer(self._stages_now)
+
+    def experts(self) -> ExpertsNow | None:
+        """Return the experts, with their loads; None without an expert table."""
+        experts = self._flights.experts
+        return None if experts is None else self._answer(experts.now)
+
+    def _answer(self, read: Callable[[], T]) -> T:
+        answer: Future[T] = Future()
+        self._call(lambda: answer.set_result(read()))
         return answer.result(_ANSWER_S)
 
     def _stages_now(self) -> list[dict[str, Any]]:
@@ -313,6 +326,11 @@ class Controller(ControllerInterface):
             self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._coordinator.carry_out(plan, began_ns // 1000)
             self._shell.settle()
+            if (experts := self._flights.experts) is not None:
+                # The window is on its way.
+                until_ns = time.monotonic_ns() + _MOVES_NS
+                experts.advance(lambda: time.monotonic_ns() < until_ns)
+                self._shell.settle()
         finally:
             # The plan is on its way: nothing waits for the log. A call in which the scheduler fails
             # is written too.

@@ -42,6 +42,8 @@ _MAX_CALLS = 8192
 """Calls that may wait for the disk: at least half a minute of a busy service."""
 _FLUSH_S = 1.0
 """Longest time for which a call stays in the buffer of a log that has a thread."""
+_PART_BYTES = 1024 * 10**6
+"""Size at which a service's log goes on in another part."""
 _CLOSE_S = 2.0
 """Longest wait for the disk when a log that has a thread is closed."""
 
@@ -120,10 +122,12 @@ def digest(plan: Plan) -> dict[str, int | str]:
         if name == "window" and value is not None:
             digests[name] = value
         elif value:
+            if name == "instances":
+                value = [each[:-1] for each in value]  # the coordinator names the expert table
             if name in _NEW_LAST and all(each[-1] == _NEW_LAST[name] for each in value):
                 value = [each[:-1] for each in value]
             if name == "pass_plan":
-                value = value._replace(table=value.table[:-1])  # a pass has no drafts
+                value = value._replace(table=value.table[:-2])  # a pass has no drafts or table
             digests[name] = blake2b(to_json(value, bytes_mode="base64"), digest_size=16).hexdigest()
     return digests
 
@@ -352,10 +356,8 @@ def open_event_log(
     """
     if not service.event_log:
         return None
-    max_bytes = service.event_log_part_mb * 10**6
     path = Path(service.event_log)
-    log = EventLog(path, cluster, scheduler, wall_us, max_bytes, pipeline)
-    return LogThread(log)
+    return LogThread(EventLog(path, cluster, scheduler, wall_us, _PART_BYTES, pipeline))
 
 
 class LogReader:

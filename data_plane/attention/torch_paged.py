@@ -29,8 +29,6 @@ _MAX_PIECE_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of one row for one kernel call, read in place or from gathered frames."""
-
     num_tokens: int
     begin: int
     """The first slot (frame * 64 + offset) of a piece read in place."""

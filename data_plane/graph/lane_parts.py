@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanocp.overlap.engine.streams import Streams, launched
+from nanocp.overlap.engine.streams import CudaStreams, launched
 from nanocp.overlap.ops import OrderedStep, OverlapPolicy, order_of
 from nanocp.overlap.policies.orders import NETWORK
 
@@ -46,7 +46,7 @@ def order_of_lanes(tags: Sequence[str], num_lanes: int, policy: OverlapPolicy) -
 
 
 def in_order(
-    lanes: Sequence[Iterator[LanePart]], steps: Sequence[OrderedStep], streams: Streams
+    lanes: Sequence[Iterator[LanePart]], steps: Sequence[OrderedStep], streams: CudaStreams
 ) -> Iterator[None]:
     """Launch the lanes' parts; yield before each step, so instances in one thread can take turns.
 

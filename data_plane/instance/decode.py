@@ -32,9 +32,10 @@ from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import copy_bytes
 from data_plane.kv.slots import Slots
+from data_plane.moe.expert_slots import LoadedSlots
+from data_plane.moe.expert_weights import ExpertWeights
 from nanocp.config.whole import Config
 from nanocp.overlap.ops import OverlapPolicy
-from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, InstancePlan, Transfer
 from nanocp.values.sampling import TokenLogprobs
@@ -63,16 +64,16 @@ class Startup:
     """What is shared with others in the first term."""
     selected: list[str]
     """What was selected and why, one sentence each."""
-    load_experts: Callable[[ExpertTable], int]
-    """Loads this instance's experts of a table; returns how many."""
+    orders: Sequence[OverlapPolicy]
+    """Orders of lanes that take turns (SchedulerConfig.lane_orders)."""
+    experts: ExpertWeights
+    """This instance's experts."""
     new_ends: Callable[[], TermEnds] | None
     """Makes what is shared with others in another term; None: there is one term only."""
     drafts_alone: bool = False
     """Whether the step is a DeviceDraftingStep."""
     both_lanes: PairedEngine | None = None
     """What captured the steps of both lanes; None if they take turns in the instance's thread."""
-    orders: Sequence[OverlapPolicy] = ()
-    """The orders of lanes that take turns (SchedulerConfig.lane_orders)."""
     graphs_report: Callable[[], list[str]] = list
     """Sentences about the graphs once they are prepared."""
     meeting: Meeting | None = None
@@ -121,7 +122,9 @@ class DecodeInstance(WindowEdge):
         first, *others = startup.lanes
         sent_bytes = first.exchange.sent_bytes
         frames = InstanceFrames(config, startup.frames, startup.ends.exchange.instance)
-        super().__init__(config, startup.ends, frames, sent_bytes, startup.new_ends)
+        steps, mb_per_s = [lane.step for lane in startup.lanes], config.cluster.expert_load_mb_per_s
+        experts = LoadedSlots(steps, startup.experts, mb_per_s)
+        super().__init__(config, startup.ends, frames, sent_bytes, experts, startup.new_ends)
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
         if (
@@ -139,7 +142,6 @@ class DecodeInstance(WindowEdge):
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
-        self._draw = DRAWS[config.data_plane.sampling]
 
     @property
     def awaited(self) -> int | None:
@@ -185,15 +187,6 @@ class DecodeInstance(WindowEdge):
             lane.exchange.begin_term(ends.exchange)
             lane.step.meet(self._peers)
 
-    def place_experts(self, table: ExpertTable) -> None:
-        began = time.monotonic()
-        num_loaded = self.startup.load_experts(table)
-        for lane in self.startup.lanes:
-            lane.step.place_experts(table)
-        if num_loaded:
-            took_s = time.monotonic() - began
-            logger.info("loaded %d experts in %.2f s", num_loaded, took_s)
-
     # --- windows ---
 
     def begin(self, plan: InstancePlan) -> Resync | None:
@@ -209,6 +202,7 @@ class DecodeInstance(WindowEdge):
     def run_step(self) -> None:
         with self._one_step() as window:
             is_drafting = window.plan.num_drafts > 0
+            order = self.startup.orders[window.plan.two_lanes - 1]  # any, of one lane
             is_alone = is_drafting and self.startup.drafts_alone and can_draft_alone(window)
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
@@ -220,9 +214,7 @@ class DecodeInstance(WindowEdge):
             elif self.startup.both_lanes is not None:
                 self.startup.both_lanes.replay(window.plan.two_lanes - 1)
             else:
-                window.hidden_ns += self._run_in_turns(
-                    self.startup.orders[window.plan.two_lanes - 1]
-                )
+                window.hidden_ns += self._run_in_turns(order)
             if is_alone:
                 of_step, *of_turns = draft_alone(window, self.startup.lanes[0])
                 self._commit_step(window, partial(_highest, of_step))
@@ -232,7 +224,7 @@ class DecodeInstance(WindowEdge):
                 self.startup.lanes[lane.number].step.check()
             self._commit_step(window, partial(self._sample, window, masks))
             if is_drafting:
-                draft(window, self.startup.lanes, self._exchange, self._guess)
+                draft(window, self.startup.lanes, self._exchange, self._guess, order)
 
     @inference_mode()
     def _run_in_turns(self, order: OverlapPolicy) -> int:
@@ -292,10 +284,12 @@ class DecodeInstance(WindowEdge):
         if offset:
             pending = begin_masks(self.grammar_masks, rows)
         logits = cat(parts) if len(parts) > 1 else parts[0]
-        return sample(rows, logits, self._finished_masks(window, pending), self._draw)
+        draw = DRAWS[self._config.data_plane.sampling]
+        return sample(rows, logits, self._finished_masks(window, pending), draw)
 
     def _guess(self, rows: Sequence[Row], logits_BV: Tensor) -> list[int | None]:
-        return sample_drafts(rows, logits_BV, self.grammar_masks, self._draw)
+        draw = DRAWS[self._config.data_plane.sampling]
+        return sample_drafts(rows, logits_BV, self.grammar_masks, draw)
 
     def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:
         if pending is None:

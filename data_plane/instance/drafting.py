@@ -17,13 +17,20 @@ from data_plane.instance.sampler import takes_highest
 from data_plane.instance.step_lane import DeviceDraftingStep, DraftingStep, StepLane
 from data_plane.instance.window_edge import Window
 from data_plane.transport.exchange import Exchange
+from nanocp.overlap.ops import OverlapPolicy
 
 Guess = Callable[[Sequence[Row], Tensor], Sequence[int | None]]
 """Makes the next draft of each row from its logits; None: the row has no more."""
 
 
 @inference_mode()
-def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: Guess) -> None:
+def draft(
+    window: Window,
+    lanes: Sequence[StepLane],
+    exchange: Exchange,
+    guess: Guess,
+    order: OverlapPolicy,
+) -> None:
     """Draft the window's rows by guess; raises what a wait of the exchange raises."""
     used = [lanes[lane.number] for lane in window.lanes]
     last = [
@@ -32,7 +39,7 @@ def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: 
     ]
     for turn in range(window.plan.num_drafts):
         steps: list[Any] = [of.engine.next_step() for of in used]
-        run_in_turns([step.draft_phases() for step in steps], exchange)
+        run_in_turns([step.draft_phases() for step in steps], exchange, order)
         for of in used:
             of.step.check()
         for lane, of, places in zip(window.lanes, used, last, strict=True):
@@ -87,12 +94,7 @@ def _at_known_tokens(lane: WindowLane, state: Any, width: int) -> dict[int, int]
 
 
 def _take_drafts(
-    lane: WindowLane,
-    of: StepLane,
-    last: dict[int, int],
-    width: int,
-    turn: int,
-    guess: Guess,
+    lane: WindowLane, of: StepLane, last: dict[int, int], width: int, turn: int, guess: Guess
 ) -> None:
     state = of.engine.rows
     state.live[:] = False

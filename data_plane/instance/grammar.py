@@ -33,8 +33,6 @@ _MAX_COMPILED = 64
 
 
 class _Progress:
-    """A matcher, the ids that it has consumed, and the latest masks."""
-
     __slots__ = ("drafts", "has_failed", "masks", "matcher", "num_sure")
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -184,7 +182,7 @@ class GrammarMasks:
 def load_grammar_masks(
     checkpoint: Path, vocab_size: int, eos_ids: Sequence[int]
 ) -> GrammarMasks | None:
-    """Start to compute `masks`, in bounded time; the rows' outputs must stay meanwhile."""
+    """Make the masks of a checkpoint's grammars; None without a tokenizer or an end of sequence."""
     text = tokenizer_json(checkpoint) if eos_ids else None
     if text is None:
         return None

@@ -1,8 +1,7 @@
 """The instance's interface: the few calls by which a process or a test drives one instance.
 
 DecodeInstance (instance/decode.py) and the fake HashInstance
-(tests/harness/hash_clusters/hash_instance.py) implement it. The process around an instance
-(member/instance_runner.py) and the tests call it. Synchronous, no sockets.
+(tests/harness/hash_clusters/hash_instance.py) implement it. Synchronous, no sockets.
 """
 
 from __future__ import annotations
@@ -183,6 +182,8 @@ class Instance(Protocol):
 
     pages: Any
     """What has the calls of Pages, and the term's rings."""
+    experts: Any
+    """The instance's ExpertTables."""
 
     def begin(self, plan: InstancePlan) -> Resync | None:
         """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.

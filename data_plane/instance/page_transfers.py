@@ -28,8 +28,6 @@ _PLANS_UNDER_WAY = 2
 
 
 class _Expected(NamedTuple):
-    """A ticket whose pages may still come."""
-
     transfer: Transfer
     frames: dict[int, int]
     """page -> frame, for the pages that are not all there."""
@@ -135,7 +133,6 @@ class PageTransfers(Pages):
         self._table, self._frames, self._events = table, frames, events
         self._to_send: deque[_Outgoing] = deque()
         self._expected: dict[int, _Expected] = {}
-        """By ticket."""
         self._newest_ticket = -1
 
     def join(self, rings: Sequence[PageSource], moves: PageMover, newest_ticket: int) -> None:

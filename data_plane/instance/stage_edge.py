@@ -161,7 +161,6 @@ class StageEdge(Generic[Model]):
         self._begin_term(links, mover)
 
     def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
-        """Have the layers of the start, no KV and no request."""
         self._links, self._mover = links, mover
         self._has_left = False
         self.layers = StageLayers(self.number, self._pipeline, self._num_frames, mover, self.model)

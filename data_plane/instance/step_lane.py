@@ -26,7 +26,10 @@ class Step(Protocol):
         """Set the other instances of the term."""
 
     def place_experts(self, table: ExpertTable) -> None:
-        """Set the place of each expert, between two terms."""
+        """Let rows follow this table from the next step on."""
+
+    def loads(self) -> Tensor:
+        """Return [L, S] int64: pairs of a row and an expert by slot, since the last call."""
 
     def logits_of(self, rows: list[int]) -> Tensor:
         """Return [rows, vocabulary] fp32, of the last step."""

@@ -16,10 +16,10 @@ from data_plane.instance.interface import Instance, PageFrames, Polled, TermEnds
 from data_plane.instance.lanes import Waiting, WindowLane, run_waiting, window_lanes
 from data_plane.instance.page_transfers import AppliedTable, PageTransfers
 from data_plane.instance.rows import Row
+from data_plane.moe.expert_tables import ExpertSlots, ExpertTables
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config.whole import Config
-from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Report, Resync
 from nanocp.values.plan import (
     CARRY_PAGE,
@@ -97,6 +97,7 @@ class WindowEdge(Instance):
         ends: TermEnds,
         frames: PageFrames,
         sent_bytes: dict[Channel, int],
+        slots: ExpertSlots,
         new_ends: Callable[[], TermEnds] | None = None,
     ) -> None:
         """The ends are of the first term; new_ends makes those of later ones, if there are any.
@@ -110,6 +111,7 @@ class WindowEdge(Instance):
         self._table = AppliedTable(exchange.instance, exchange.num_instances)
         self._events: list[Report] = []
         self.pages = PageTransfers(self._table, frames, self._events, ends.rings, ends.moves)
+        self.experts = ExpertTables(exchange.instance, slots, self._events)
         self._has_ends = True
         self._peers = [peer for peer in range(exchange.num_instances) if peer != self._instance]
         """The other instances of the term."""
@@ -175,17 +177,12 @@ class WindowEdge(Instance):
             self._rows.clear()
             self._table.clear()
         self._peers = [seat for seat in start.seats if seat != self._instance]
-        if start.experts is not None:
-            self.place_experts(start.experts)
+        self.experts.begin_term(start.experts)
 
     def _carry_frame(self, request_id: int) -> int:
         run = self._table.now.pages[request_id][-1]
         assert run.first_page == CARRY_PAGE, f"request {request_id} has no state here"
         return self._config.cluster.carry_place(run.frame)[0]
-
-    @abstractmethod
-    def place_experts(self, table: ExpertTable) -> None:
-        """Hold this instance's experts of the table, and send rows where it says from now on."""
 
     def begin(self, plan: InstancePlan) -> Resync | None:
         return run_waiting(self.begin_steps(plan), self._exchange)
@@ -194,6 +191,7 @@ class WindowEdge(Instance):
         """`begin` as a generator."""
         if mismatch := self._table.apply(plan):
             return Resync(plan.window, mismatch)
+        self.experts.begin_window(plan.window, plan.experts)
         for request_id in plan.ends:
             del self._rows[request_id]
         # Post every hand-off before awaiting one: two instances may hand rows to each other
@@ -242,6 +240,7 @@ class WindowEdge(Instance):
         window.steps_done += 1
         if window.steps_done == window.plan.num_steps:
             self._events.append(self._window_done(window))
+            self.experts.end_window(window.plan.window)
             self._window = None
 
     def _commit_step(self, window: Window, sample: Sampler) -> None:
@@ -318,11 +317,13 @@ class WindowEdge(Instance):
         return done
 
     def poll(self) -> Polled:
+        self.experts.poll()
         polled = Polled(tuple(self._events), tuple(self._tokens))
         self._events.clear()
         self._tokens.clear()
         return polled
 
     def close(self) -> None:
+        self.experts.slots.stop()
         self.pages.close()
         self._exchange.close()

@@ -72,7 +72,6 @@ class PageCopier:
         self._writing = threading.Lock()
         """Held while a frame is written, against a fence."""
         self._live: set[int] = set()
-        """Tickets that are not fenced."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:

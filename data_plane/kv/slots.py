@@ -141,7 +141,6 @@ class Slots:
 
 
 def _copy(payload: np.ndarray, place: np.ndarray) -> None:
-    """Copy a page of any shape and strides."""
     place.reshape(payload.shape)[...] = payload
 
 

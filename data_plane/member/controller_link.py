@@ -34,7 +34,6 @@ _MAX_MESSAGES = 16_384
 """Longest queue; the controller allows as many messages under way to a member."""
 _MAX_MESSAGE_BYTES = 256 << 20
 _REDIAL_S = 0.2
-"""Pause before a refusing controller is dialled again."""
 SLICE_S = 1.0
 """Longest single wait for a controller; only slices count, so a stopped process has not waited."""
 _LAST_WORD_S = 2.0

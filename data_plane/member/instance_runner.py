@@ -30,7 +30,7 @@ from data_plane.member.term_loop import TermLoop, wake
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
-from nanocp.values.commands import ExpectPages, Join, RefusePages, SendPages
+from nanocp.values.commands import ChangeExperts, ExpectPages, Join, RefusePages, SendPages
 from nanocp.values.members import Beat, Hello, Left, Loading, Peer, Ready
 from nanocp.values.plan import Fetch, InstancePlan, Stow, TargetRun
 
@@ -101,7 +101,8 @@ def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None
         (run.request_id, TargetRun(run.first_page, run.num_pages, hello.instance, run.frame))
         for run in instance.kept_pages()
     )
-    link.send(replace(hello, kept=kept, restarts=tuple(instance.restarts())))
+    experts = instance.experts.slots.held()
+    link.send(replace(hello, kept=kept, restarts=tuple(instance.restarts()), experts=experts))
 
 
 class DecodeLoop(TermLoop):
@@ -125,6 +126,7 @@ class DecodeLoop(TermLoop):
         self._watchers: list[threading.Thread] = []
         if instance.pages.copier is not None:
             instance.pages.copier.wake = self._pages_came
+        instance.experts.slots.wake = self._pages_came
 
     def _renew(self) -> None:
         self._instance.leave()
@@ -215,6 +217,8 @@ class DecodeLoop(TermLoop):
                     self._full_plan = message
                 else:
                     self._plans.append(message)
+            case ChangeExperts(number, table):
+                self._instance.experts.change(number, table)
             case ExpectPages(transfer):
                 self._instance.pages.expect(transfer)
             case SendPages(transfer):

@@ -19,7 +19,6 @@ from nanocp.values.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.values.plan import WindowDone
 
 _WAIT_MS = 2.0
-"""Longest single wait for hidden rows or tokens."""
 
 
 class StageLoop(TermLoop):

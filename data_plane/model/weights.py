@@ -26,7 +26,7 @@ from data_plane.model.sizes import (
     output_name,
     stored_shapes,
 )
-from nanocp.values.experts import ExpertTable, home_experts
+from nanocp.values.experts import home_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,47 +192,6 @@ def load_weights(
     return WeightLoader(
         reader, config, dtype, experts, shapes, progress, packing or TorchPacking()
     ).model()
-
-
-def load_experts(
-    path: str | Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    weights: ModelWeights,
-    table: ExpertTable,
-    seat: int,
-    packing: Packing | None = None,
-    put: Callable[[int, int, MlpWeights], None] | None = None,
-) -> int:
-    """Let `weights` hold a seat's experts of the table.
-
-    Returns how many were loaded. put: takes an expert for (layer, slot) in
-    place of `mlps`. Other arguments and errors: load_weights.
-    """
-    layers = [(index, layer.moe) for index, layer in enumerate(weights.layers) if layer.moe]
-    missing = [
-        (index, moe, slot, expert)
-        for number, (index, moe) in enumerate(layers)
-        for slot, expert in table.at(seat, number).items()
-        if moe.held[slot : slot + 1] != [expert]
-    ]
-    if not missing:
-        return 0
-    reader, shapes = open_tensors(path, config, sorted({expert for *_, expert in missing}))
-    loader = WeightLoader(
-        reader, config, dtype, range(0), shapes, say_nothing, packing or TorchPacking()
-    )
-    for index, moe, slot, expert in missing:
-        mlp = loader.expert(index, expert)
-        moe.held.extend([-1] * (slot + 1 - len(moe.held)))
-        if put is not None:
-            put(index, slot, mlp)
-        else:
-            # A slot that is passed over is written before it is used.
-            moe.mlps.extend([mlp] * (slot + 1 - len(moe.mlps)))
-            moe.mlps[slot] = mlp
-        moe.held[slot] = expert
-    return len(missing)
 
 
 class WeightLoader:

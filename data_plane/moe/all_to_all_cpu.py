@@ -74,10 +74,10 @@ class ExpertKernels(Protocol):
         number_BK: Tensor,
         weight_BK: Tensor,
         own: Tensor,
-        arrived: Sequence[Region],
-        answers: Sequence[Region],
+        peers: Sequence[tuple[Region, Region]],
         moe: MoeWeights,
         first: int = 0,
+        load_S: Tensor | None = None,
     ) -> tuple[Tensor, list[int]]:
         """Run the experts on own and arrived rows (experts.visit_experts)."""
 
@@ -115,6 +115,9 @@ class ExpertExchange(MixtureOfExperts):
         self._names.place(table)
         self._kernels.experts_changed()
 
+    def loads(self) -> Tensor:
+        return self._names.loads.take()
+
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
@@ -131,7 +134,7 @@ class ExpertExchange(MixtureOfExperts):
         shared_BX = shared_experts(normed_BX, moe, kernels.gated_mlp)
         self._probe("dispatch_combine")
         yield from self.arrivals(dispatched)
-        own_sum = self.run_experts(dispatched, moe)
+        own_sum = self.run_experts(dispatched, moe, self._names.loads.of(layer))
         yield from self.answers(dispatched)
         return self.combine(dispatched, own_sum, x_BX, shared_BX)
 
@@ -167,10 +170,11 @@ class ExpertExchange(MixtureOfExperts):
             if dispatched.counts[peer]
         ]
 
-    def run_experts(self, dispatched: Dispatched, moe: MoeWeights) -> Tensor:
+    def run_experts(self, dispatched: Dispatched, moe: MoeWeights, load_S: Tensor) -> Tensor:
         """Run the experts here on all rows, and send the peers' sums back.
 
-        Returns the sums of the rows that stayed, [rows, X]. Raises PeerLost or ExchangeTimeout.
+        load_S: SlotLoads.of. Returns the sums of the rows that stayed, [rows, X]. Raises PeerLost
+        or ExchangeTimeout.
         """
         epoch, exchange = dispatched.epoch, self._exchange
         arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self.peers]
@@ -178,10 +182,9 @@ class ExpertExchange(MixtureOfExperts):
         own = dispatched.rows_NB[self._instance, : dispatched.counts[self._instance]]
         self._probe("expert")
         first = self._instance * self._names.num_slots
-        x_BX, number_BK, weight_BK = dispatched.x_BX, dispatched.number_BK, dispatched.weight_BK
-        own_sum, counts = self._kernels.visit_experts(
-            x_BX, number_BK, weight_BK, own, arrived, answers, moe, first
-        )
+        rows = dispatched.x_BX, dispatched.number_BK, dispatched.weight_BK, own
+        regions = [*zip(arrived, answers, strict=True)]
+        own_sum, counts = self._kernels.visit_experts(*rows, regions, moe, first, load_S)
         self._probe("dispatch_combine")
         for peer, count in zip(self.peers, counts, strict=True):
             if count:

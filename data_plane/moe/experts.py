@@ -48,27 +48,30 @@ def visit_experts(
     number_BK: Tensor,
     weight_BK: Tensor,
     own: Tensor,
-    arrived: Sequence[Region],
-    answers: Sequence[Region],
+    peers: Sequence[tuple[Region, Region]],
     moe: MoeWeights,
     first: int = 0,
+    load_S: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
+    """Run the experts on rows `own` of the batch and on those of peers.
 
-    own: int64 indices. answers: the senders' COMBINE regions for the sums. first: the number of the
-    first slot here. Returns (sums of own rows [own, X], number of rows in each region).
+    own: int64 indices. peers: DISPATCH regions with rows, and COMBINE regions for their sums.
+    first: the number of the first slot here. load_S: SlotLoads.of. Returns (sums of own rows
+    [own, X], number of rows of each peer).
     """
-    counts = [int(region["count"][0]) for region in arrived]
+    sent = [(arrived, int(arrived["count"][0])) for arrived, _ in peers]
+    counts = [count for _, count in sent]
     own_rows = {"hidden": x_BX[own], "number": number_BK[own], "weight": weight_BK[own]}
     x_TX, number_TK, weight_TK = (
-        torch.cat(
-            [rows, *(region[name][:count] for region, count in zip(arrived, counts, strict=True))]
-        )
+        torch.cat([rows, *(arrived[name][:count] for arrived, count in sent)])
         for name, rows in own_rows.items()
     )
-    own_sum, *sums = torch.split(
-        experts_forward(x_TX, number_TK - first, weight_TK, moe), [len(own), *counts]
-    )
-    for region, count, rows in zip(answers, counts, sums, strict=True):
-        region["hidden"][:count] = rows
+    slot_TK = number_TK - first
+    if load_S is not None:
+        is_here_TK = (slot_TK >= 0) & (slot_TK < len(load_S))
+        load_S += torch.bincount(slot_TK[is_here_TK], minlength=len(load_S))
+    sizes = [len(own), *counts]
+    own_sum, *sums = torch.split(experts_forward(x_TX, slot_TK, weight_TK, moe), sizes)
+    for (_, answers), count, rows in zip(peers, counts, sums, strict=True):
+        answers["hidden"][:count] = rows
     return own_sum, counts

@@ -33,6 +33,33 @@ class MoeSchedule(IntEnum):
     """ORDERED, but experts that will end in time run while rows are awaited."""
 
 
+class SlotLoads:
+    """A receiver's counts: pairs of a row and an expert, by MoE layer and slot here.
+
+    Its memory stays, for captured steps.
+    """
+
+    def __init__(
+        self, places: Sequence[int], num_slots: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """places: numbers of the MoE layers."""
+        # Each layer's are aligned to 16 bytes, so that Triton compiles a kernel once for all.
+        shape = len(places), num_slots + num_slots % 2
+        self._load_LS = torch.zeros(shape, dtype=torch.int64, device=device)[:, :num_slots]
+        self._load_of_layer = dict[int, Tensor](zip(places, self._load_LS, strict=True))
+        self._taken_LS = torch.zeros(len(places), num_slots, dtype=torch.int64)
+
+    def of(self, layer: int) -> Tensor:
+        """Return a layer's counts [S] int64, to which visits add in place."""
+        return self._load_of_layer[layer]
+
+    def take(self) -> Tensor:
+        """Return what came since the call before; see Mixtures.loads."""
+        load_LS = self._load_LS.to("cpu", copy=True)
+        before_LS, self._taken_LS = self._taken_LS, load_LS
+        return load_LS - before_LS
+
+
 class SlotNames:
     """A sender's table: by layer and expert the numbers of slots (protocol.md, named slots).
 
@@ -49,6 +76,7 @@ class SlotNames:
         """layers: LayerWeights, dense ones too."""
         self.num_slots = table.num_slots
         places = [index for index, layer in enumerate(layers) if layer.moe is not None]
+        self.loads = SlotLoads(places, table.num_slots, device)
         shape = len(places), num_experts, 1 + MAX_REPLICAS
         self._number_LER = torch.zeros(shape, dtype=torch.int32, device=device)
         self._of_layer = dict[int, Tensor](zip(places, self._number_LER, strict=True))
@@ -57,7 +85,8 @@ class SlotNames:
 
     def place(self, table: ExpertTable) -> None:
         """Name the slots of this table from now on."""
-        self.num_slots, num_layers = table.num_slots, len(table.layers)
+        assert table.num_slots == self.num_slots, "the slots of an instance are made once"
+        num_layers = len(table.layers)
         held = torch.frombuffer(bytearray(b"".join(table.layers)), dtype=torch.int16)
         # The numbers of an expert follow each other, ascending.
         expert_LM, number_LM = held.view(num_layers, -1).long().sort(dim=1, stable=True)
@@ -84,6 +113,12 @@ class Mixtures(Protocol):
 
     def place_experts(self, table: ExpertTable) -> None:
         """Let rows name the slots of this table; those here have been filled."""
+
+    def loads(self) -> Tensor:
+        """Return and clear the pairs of a row and an expert that visited each slot here.
+
+        [MoE layers, S] int64 on the host. Call it between steps; a failed one may count in part.
+        """
 
 
 class MixtureOfExperts(Mixtures, Protocol):

@@ -22,6 +22,8 @@ struct MixtureLayer {
     const W *shared_gate_up, *shared_down;
     // By expert: its replicas, and their numbers (rows.h).
     const int32_t* table;
+    // By slot: the pairs of a row and an expert so far, which a layer adds to.
+    int64_t* loads;
     // num_slots: of every instance. first: the number of the first one here.
     long X, E, G, groups, K, num_slots, first, I, shared_I;
     float scale;
@@ -145,6 +147,7 @@ class Arrivals {
                 num_experts += rows.rows.empty() || rows.rows.back().source != &source;
                 source.pairs[p].at = long(rows.rows.size());
                 rows.rows.push_back({source.from.hidden.at(at), &source});
+                ++of.loads[rows.slot];
                 rows.has_peers |= is_peer;
             }
             source.first_pair.push_back(long(source.pairs.size()));

@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(POINTER,) * 4,
         *(LONG,) * 4,
         FLOAT,
-        *(POINTER,) * 2,
+        *(POINTER,) * 3,
     ),
     "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
     "name_slots": (*(POINTER,) * 3, *(LONG,) * 3),
@@ -123,6 +123,7 @@ class MixtureFields(ctypes.Structure):
                 "shared_gate_up",
                 "shared_down",
                 "table",
+                "loads",
             )
         ),
         *(

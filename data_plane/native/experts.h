@@ -45,10 +45,11 @@ struct Visitor {
 };
 
 // For every visitor: the weighted sum over those of its K slots that are here: `count` from number
-// `first` on.
+// `first` on. loads [count]: visits are added to it; or null.
 template <class T, class W>
 static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W* const* down,
-                    long rows, long K, long first, long count, long X, long I, float limit) {
+                    long rows, long K, long first, long count, long X, long I, float limit,
+                    int64_t* loads) {
     float* sums = scratch<float, 10>(rows * X);
     T* gathered = scratch<T, 11>(rows * X);
     float* outs = scratch<float, 12>(rows * X);
@@ -66,6 +67,7 @@ static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W
     for (long e = 0, from = 0; e < count; from = begin[e++]) {
         const long M = begin[e] - from;
         if (!M) continue;
+        if (loads) loads[e] += M;
         for (long m = 0; m < M; ++m)
             memcpy(gathered + m * X, visitors[pair[from + m] / K].x, X * sizeof(T));
         mlp(gathered, X, gate_up[e], down[e], M, X, I, limit, outs);
@@ -94,7 +96,8 @@ static void visit_experts(const T* x, const int64_t* number, const float* weight
                           const int64_t* own, long num_own, long K, long num_regions,
                           const Region<T>* arrived, const Region<T>* answers,
                           const W* const* gate_up, const W* const* down, long first, long count,
-                          long X, long I, float limit, T* own_sum, int64_t* counts) {
+                          long X, long I, float limit, int64_t* loads, T* own_sum,
+                          int64_t* counts) {
     long rows = num_own;
     for (long n = 0; n < num_regions; ++n) rows += counts[n] = *arrived[n].count;
     Visitor<T>* visitors = scratch<Visitor<T>, 24>(rows);
@@ -108,7 +111,7 @@ static void visit_experts(const T* x, const int64_t* number, const float* weight
             visitors[at] = {from.hidden.at(i), from.number.at(i), from.weight.at(i),
                             answers[n].hidden.at(i)};
         }
-    experts(visitors, gate_up, down, rows, K, first, count, X, I, limit);
+    experts(visitors, gate_up, down, rows, K, first, count, X, I, limit, loads);
 }
 
 // Take the `count` highest of `values`, highest first and of equal ones the lowest index first.

@@ -31,8 +31,6 @@ def region_places(region: Region) -> list[int | None]:
 
 
 class _Experts(NamedTuple):
-    """The addresses of the packed weights of a layer's experts here."""
-
     gate_up: Any
     down: Any
     inner: int
@@ -70,22 +68,24 @@ class NativeExpertKernels:
         number_BK: Tensor,
         weight_BK: Tensor,
         own: Tensor,
-        arrived: Sequence[Region],
-        answers: Sequence[Region],
+        peers: Sequence[tuple[Region, Region]],
         moe: MoeWeights,
         first: int = 0,
+        load_S: Tensor | None = None,
     ) -> tuple[Tensor, list[int]]:
         """Run the experts on own and arrived rows, read and written in place."""
         own, x_BX = own.contiguous(), x_BX.contiguous()
         number_BK, weight_BK = number_BK.contiguous(), weight_BK.contiguous()
-        num_own, size, counts = own.shape[0], x_BX.shape[1], (LONG * len(arrived))()
+        num_own, size, counts = own.shape[0], x_BX.shape[1], (LONG * len(peers))()
         own_sum = x_BX.new_empty(num_own, size)
         experts = self.addresses_of_experts(moe)
         rows = x_BX.data_ptr(), number_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr(), num_own
-        regions = len(arrived), self._regions(arrived), self._regions(answers)
+        arrived, answers = (self._regions([peer[side] for peer in peers]) for side in (0, 1))
         here = experts.gate_up, experts.down, first, len(moe.mlps), size, experts.inner, moe.limit
+        load = None if load_S is None else load_S.data_ptr()
         self._calls.visit_experts(
-            *rows, number_BK.shape[1], *regions, *here, own_sum.data_ptr(), counts
+            *(*rows, number_BK.shape[1], len(peers), arrived, answers),
+            *(*here, load, own_sum.data_ptr(), counts),
         )
         return own_sum, list(counts)
 

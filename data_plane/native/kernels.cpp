@@ -176,10 +176,10 @@ int nanocp_allow_amx() {
                                      const int64_t* own, long num_own, long K, long num_regions,   \
                                      const Region<T>* arrived, const Region<T>* answers,           \
                                      const W* const* gate_up, const W* const* down, long first,    \
-                                     long count, long X, long I, float limit, T* own_sum,          \
-                                     int64_t* counts) {                                            \
+                                     long count, long X, long I, float limit, int64_t* loads,      \
+                                     T* own_sum, int64_t* counts) {                                \
         visit_experts(x, number, weight, own, num_own, K, num_regions, arrived, answers, gate_up,  \
-                      down, first, count, X, I, limit, own_sum, counts);                           \
+                      down, first, count, X, I, limit, loads, own_sum, counts);                    \
     }                                                                                              \
     void nanocp_gate_##name(const T* x, const float* w, const float* bias, long B, long X, long E, \
                             long G, long groups, long K, int is_softmax, int is_normalised,        \

@@ -83,6 +83,9 @@ class NativeMixtures(MixtureOfExperts):
         self._kernels.experts_changed()
         self._fields.clear()
 
+    def loads(self) -> Tensor:
+        return self._names.loads.take()
+
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
     ) -> Generator[Awaited, None, Tensor]:
@@ -175,6 +178,7 @@ class NativeMixtures(MixtureOfExperts):
                 gate_up=ctypes.cast(experts.gate_up, POINTER),
                 down=ctypes.cast(experts.down, POINTER),
                 table=self._names.of(layer).data_ptr(),
+                loads=self._names.loads.of(layer).data_ptr(),
                 hidden=model.hidden_size,
                 experts=model.num_experts,
                 groups=model.num_groups,

@@ -324,7 +324,6 @@ class ExternalLoop(MemberLoop):
         )
 
     def _end(self, attempt: _Attempt) -> Engine:
-        """Forget the attempt and end its connection; returns its engine."""
         del self._attempts[attempt.prompt.transfer.ticket]
         attempt.completion.cancel()
         self._pool.release(attempt.engine, attempt.prompt.transfer.num_tokens)

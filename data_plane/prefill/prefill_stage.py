@@ -44,7 +44,6 @@ from nanocp.values.plan import PAGE_SIZE, Transfer
 logger = logging.getLogger(__name__)
 
 _WAIT_MS = 2.0
-"""Longest single wait for hidden rows."""
 
 
 class PrefillEnds(Exception):
@@ -200,7 +199,6 @@ class PrefillStageLoop:
         return ticket not in self._tickets
 
     def _join(self, term: JoinTerm) -> None:
-        """Attach to the new rings of a term."""
         self.close()
         self._segments.term.number = term.number
         self._segments.meet(term.places)

@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_PROMPTS = 4096
 """More are given up at once."""
 _LEAVE_S = 5.0
-"""Longest wait for a stage's end."""
 
 
 class PassScheduler(Protocol):

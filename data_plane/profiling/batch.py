@@ -87,7 +87,6 @@ def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) ->
 
 
 def _steps(low: int, high: int) -> list[int]:
-    """Return low, 4 low, 16 low, ... up to high."""
     return (
         [low << power for power in range(0, max(high // low, 1).bit_length(), 2)]
         if high >= low

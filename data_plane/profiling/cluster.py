@@ -176,8 +176,6 @@ def _run_instance(
 
 
 class _Instance:
-    """An instance with a clock in its steps."""
-
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
         # For the noise in the frames: the same experts are visited every time.
@@ -226,7 +224,6 @@ class _Instance:
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 
     def _captured(self) -> Callable[[], None]:
-        """Capture the staged step, with the clock's events in it."""
         from data_plane.graph.cuda_graphs import CudaGraphs
 
         assert isinstance(self._clock, EventClock)

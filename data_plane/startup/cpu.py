@@ -12,13 +12,8 @@ from data_plane.graph.pool_cpu import ContextPool
 from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.weights import (
-    ModelWeights,
-    Progress,
-    expert_range,
-    load_experts,
-    load_weights,
-)
+from data_plane.model.weights import ModelWeights, Progress, expert_range, load_weights
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.cpu_parts import cpu_parts, kernels_for
 from data_plane.startup.memory_need import check_memory, memory_need
@@ -80,12 +75,10 @@ def build_cpu_instance(
     if schedule is not None and probe is not no_probe and not has_lanes:
         # Where rows are awaited inside the call, waits would count as experts.
         schedule = MoeSchedule.BARRIER
-    if shared is None:
-        weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
-    else:
-        weights = shared
-        home = home_table(model.num_experts, cluster.num_instances)
-        load_experts(checkpoint, model, dtype, weights, home, instance, kernels)
+    weights = shared or load_weights(checkpoint, model, dtype, experts, progress, kernels)
+    slots = ExpertWeights(checkpoint, model, dtype, weights, instance, kernels)
+    if shared is not None:
+        slots.load(home_table(model.num_experts, cluster.num_instances))
     frames = FramePool(model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype)
     frames.carry = new_carry(config, model, cluster.bounds.max_rows + 1)
     layout = region_layout(cluster, config.data_plane, model)
@@ -122,11 +115,9 @@ def build_cpu_instance(
             frames=frames,
             ends=ends,
             selected=selected,
-            load_experts=lambda table: load_experts(
-                checkpoint, model, dtype, weights, table, instance, kernels
-            ),
-            new_ends=new_ends,
             orders=[lane_policy(order) for order in config.scheduler.lane_orders],
+            experts=slots,
+            new_ends=new_ends,
         ),
     )
 

@@ -18,10 +18,11 @@ from data_plane.instance.step_lane import StepLane
 from data_plane.kv.gpu_copies import GpuCopies
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
-from data_plane.model.weights import Progress, expert_range, load_experts, load_weights
+from data_plane.model.weights import MlpWeights, Progress, expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.moe.fused.mixture import fused_obstacle
-from data_plane.moe.gpu.gpu_weights import place_weights
+from data_plane.moe.gpu.gpu_weights import GpuWeights, place_weights
 from data_plane.startup.experimental_backends import DISPATCHES, EXCHANGES, ExchangeEnd, TermEnd
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
@@ -117,15 +118,13 @@ def build_gpu_instance(
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(ends.exchange, mailbox)
     startup = Startup(
-        lanes=[
-            StepLane(engine, lane.step, tensors)
-            for engine, lane in zip(engines, lanes, strict=True)
-        ],
+        lanes=[StepLane(one, lane.step, tensors) for one, lane in zip(engines, lanes, strict=True)],
         frames=parts.frames,
         ends=ends,
         selected=_selected(config, attention_choice, sentences, weights_choice),
-        load_experts=lambda table: load_experts(
-            checkpoint, model, dtype, placed.weights, table, instance, packing, placed.put_expert
+        orders=[lane_policy(order) for order in config.scheduler.lane_orders],
+        experts=ExpertWeights(
+            checkpoint, model, dtype, placed.weights, instance, packing, _put_aside(placed, device)
         ),
         new_ends=new_ends if has_terms and exchange not in EXCHANGES else None,
         drafts_alone=True,
@@ -140,6 +139,18 @@ def build_gpu_instance(
         if exchange not in EXCHANGES:
             meeting.prepare_alone()
     return built
+
+
+def _put_aside(placed: GpuWeights, device: torch.device) -> Callable[[int, int, MlpWeights], None]:
+    """Put experts into slots beside the steps: on a stream of its own."""
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def put(layer: int, slot: int, mlp: MlpWeights) -> None:
+        with torch.cuda.stream(stream):
+            placed.put_expert(layer, slot, mlp)
+        stream.synchronize()
+
+    return put
 
 
 def _set_queues(cluster: ClusterConfig, environment: MutableMapping[str, str]) -> None:
@@ -214,8 +225,6 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
 
 
 class _Meeting:
-    """Maps the memory of a term's instances, by lane."""
-
     def __init__(
         self,
         instance: int,

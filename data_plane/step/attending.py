@@ -39,9 +39,7 @@ class LocalRows:
         every = (self, *beside)
         if len(every) not in self._plans:
             frames, lengths = [own._frame_AP for own in every], [own._length_A for own in every]
-            tables = (
-                (frames[0], lengths[0]) if not beside else (torch.cat(frames), torch.cat(lengths))
-            )
+            tables = (torch.cat(frames), torch.cat(lengths)) if beside else (frames[0], lengths[0])
             self._plans[len(every)] = self._attention.plan(*tables, self._width)
         plan = self._plans[len(every)]
         return self._attention.run(q_AHD, pool_FSW, plan, scale, needs_lse)

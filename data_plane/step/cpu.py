@@ -84,6 +84,10 @@ class CpuStep:
         """Set the place of each expert, between two terms."""
         self._mixtures.place_experts(table)
 
+    def loads(self) -> torch.Tensor:
+        """Return and clear the loads (Mixtures.loads)."""
+        return self._mixtures.loads()
+
     @property
     def awaited(self) -> int | None:
         """None: the exchange knows what a step on the CPU awaits."""

@@ -280,6 +280,12 @@ class GpuStep:
         if self.mixture is not None:
             self.mixture.place_experts(table)
 
+    def loads(self) -> Tensor:
+        """Return and clear the loads (Mixtures.loads)."""
+        if self.mixture is None:
+            return torch.zeros(0, 0, dtype=torch.int64)
+        return self.mixture.loads()
+
     @property
     def awaited(self) -> int | None:
         """The instance that a wait polls for now (GpuExchange.awaited)."""
@@ -304,7 +310,6 @@ class GpuStep:
         normed_BX: Tensor,
         own: LocalRows,
     ) -> Attending:
-        """Send the rows that other instances read too, and append."""
         place = self._places[index]
         started = self._rows.start(
             place, layer, normed_BX, context.position, own.slots, context.has_links
@@ -325,7 +330,6 @@ class GpuStep:
     def _linear_attention(
         self, context: GpuContext, index: int, layer: LayerWeights, normed_BX: Tensor
     ) -> Tensor:
-        """Run a token of each row through its recurrent state: heads' values [B, H, V]."""
         delta, carry = self._model.delta, self._frames.carry
         assert delta is not None and carry is not None
         return step_states(
@@ -353,7 +357,7 @@ class GpuStep:
     def _answer(
         self, context: GpuContext, index: int, layer: LayerWeights, local: LocalRows | None
     ) -> LocalRows | None:
-        """Phases 2 and 3: append and attend for the rows of others, return partials."""
+        """Phases 2 and 3, for the rows of others."""
         place, count = self._places[index], context.bucket.num_received
         self.probe("exchange")
         if not count:

@@ -181,7 +181,6 @@ class CpuStageModel(StageModel):
         return x_TX + self._mlp(normed_TX, weights)
 
     def _mtp_rows(self, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor) -> Tensor:
-        """What enters the MTP layer; rows: after the last layer."""
         weights = self._weights
         ids = [each for span, _ in spans for each in self._requests.inputs(span, ahead=1)]
         assert weights.mtp is not None and weights.head is not None
@@ -205,7 +204,7 @@ class CpuStageModel(StageModel):
             return kernels.gated_mlp(normed_TX, weights.mlp)
         expert_TK, weight_TK = kernels.gate(normed_TX, moe, self._model)
         every = torch.arange(len(normed_TX))
-        routed_TX, _ = kernels.visit_experts(normed_TX, expert_TK, weight_TK, every, (), (), moe)
+        routed_TX, _ = kernels.visit_experts(normed_TX, expert_TK, weight_TK, every, (), moe)
         shared_TX = shared_experts(normed_TX, moe, kernels.gated_mlp)
         return routed_TX if shared_TX is None else routed_TX + shared_TX
 
@@ -228,7 +227,6 @@ class CpuStageModel(StageModel):
         return sample(sampled_rows, logits_BV, None if pending is None else pending.result())
 
     def _report_prompts(self, spans: Sequence[Span], ends: np.ndarray, rows: Tensor) -> None:
-        """Report log probabilities of the tokens after those of spans, where they are asked for."""
         for span, end in zip(spans, ends.tolist(), strict=True):
             if span.request_id not in self._requests.asked:
                 continue
@@ -269,8 +267,6 @@ class CpuStageModel(StageModel):
 
 
 class _Batch:
-    """Where the tokens of a pass are, the same in every layer."""
-
     def __init__(
         self,
         spans: Sequence[tuple[Span, Sequence[int]]],

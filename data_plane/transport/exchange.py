@@ -183,7 +183,6 @@ class Exchange(Protocol):
     """One instance's end of the exchange."""
 
     instance: int
-    """The number of this instance."""
     num_instances: int
     """Number of instances, this one included."""
     waited_ns: int

@@ -83,7 +83,6 @@ class ShmExchange(Exchange):
         self.awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers that are reached by TCP."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from expert_panels import expert_panels
 from memory_panels import now_panels, offload_panels
 from panels import ENGINE, Panel, dashboard, mean, panel, quantiles, rate
 from recovery_panels import recovery_panels
@@ -349,6 +350,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             (rate("prefill_pages_total", " by (url)"), "{{url}}"),
             about="Pages of KV that engines wrote into frames. Only with prefill.engines.",
         ),
+        *expert_panels(),
         *offload_panels(),
     ],
     "engine-internals": [

@@ -15,6 +15,7 @@ from nanocp.cli.checkpoint.profile import profile
 from nanocp.cli.demo.chaos import chaos
 from nanocp.cli.demo.demo import demo
 from nanocp.cli.operate.config import config
+from nanocp.cli.operate.experts import experts
 from nanocp.cli.operate.seats import abort, drain, layout, scale, upgrade
 from nanocp.cli.operate.top import status, top
 from nanocp.cli.operate.why import why
@@ -66,6 +67,7 @@ for command in (
     status,
     top,
     why,
+    experts,
     abort,
     make_checkpoint,
     prefill_flags,

@@ -62,6 +62,9 @@ class ClusterConfig:
     redundant_experts: Natural = 0
     """Slots for experts that each instance has in every layer beyond its share. The cluster goes on
     without an instance if the others have slots for all experts."""
+    expert_load_mb_per_s: Natural = 0
+    """Rate at which experts load into redundant slots while instances serve, so that they follow
+    the load. 0: experts stay where they are."""
     spares: Natural = 0
     """Processes that stand by with all weights but experts, and take the seats of lost instances.
     On the machine of `nanocp serve`, on CPUs."""
@@ -71,6 +74,16 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.expert_load_mb_per_s:
+            require(
+                self.redundant_experts > 0 and self.num_instances > 1,
+                "expert_load_mb_per_s lets experts move, which takes redundant_experts of at least "
+                "1 and two instances or more",
+            )
+            require(
+                self.layout == "instances",
+                "expert_load_mb_per_s: a stage of a pipeline has all experts of its layers",
+            )
 
     def carry_place(self, frame: int) -> tuple[int, int]:
         """(state, page of it) of a frame behind those of KV."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from nanocp.config.choices import Among, Natural, between, check_fields, require
+from nanocp.config.choices import Among, between, check_fields, require
 
 Port = Annotated[int, between(0, 65_535)]
 LOG_FORMATS = ("text", "json")
@@ -72,9 +72,6 @@ class ServiceConfig:
     event_log: str = ""
     """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
     Earlier logs are kept, renamed by their time. Empty: none."""
-    event_log_part_mb: Natural = 1024
-    """Size in MB (10^6 bytes) at which an event log goes on in another file (FILE.part2). 0: never.
-    """
     log_format: Annotated[str, Among(LOG_FORMATS)] = "text"
     """Lines of the log on standard error: text or json. json: the start-up output too."""
     log_level: Annotated[str, Among(LOG_LEVELS)] = "info"

@@ -16,7 +16,6 @@ _COLUMNS = 100
 _UNITS = {
     "ms": "milliseconds",
     "us": "microseconds",
-    "mb": "MB",
     "gb": "GB",
     "gib": "GiB",
     "tokens": "tokens",

@@ -87,7 +87,8 @@ def _throughput() -> Iterator[Comparison]:
 
 def _ablation() -> Iterator[Comparison]:
     sequential_us = sequence(paper.layer()).period_us
-    per_gpu = paper.BATCH / machine_seconds(sequential_us) / paper.MACHINE.num_gpus
+    iteration_s = 1e-6 * sequential_us * paper.LLAMA_2_70B.num_layers
+    per_gpu = paper.BATCH / iteration_s / paper.MACHINE.num_gpus
     what = "Table 2's measured times in sequence, tokens a second and GPU"
     yield Comparison("Ablation", what, "-", f"{per_gpu:,.0f}", None)
     work_us = totals(cut(paper.layer(), {}, (0.5,)))
@@ -99,8 +100,3 @@ def _ablation() -> Iterator[Comparison]:
         what = f"{' and '.join(overlapping[1:])} overlap: gain"
         holds = abs(gain - printed) <= may_differ
         yield Comparison("Ablation", what, f"{printed:.2f}", f"{gain:.3f}", holds)
-
-
-def machine_seconds(layer_us: float) -> float:
-    """Seconds of an iteration of the paper's model whose layers take that long."""
-    return 1e-6 * layer_us * paper.LLAMA_2_70B.num_layers

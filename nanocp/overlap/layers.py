@@ -13,18 +13,16 @@ NANO_BATCHING_COST = 0.132
 """Share of dense operations' time (Figure 9, ablation)."""
 
 
-def dense_layer(
-    us: Mapping[str, float], resources: Mapping[str, str], nano_batching_cost: float
-) -> tuple[Operation, ...]:
+def dense_layer(us: Mapping[str, float], resources: Mapping[str, str]) -> tuple[Operation, ...]:
     """One layer of an iteration, from the microseconds of each line of Table 2.
 
     resources: of lines not bound by compute. Each further nano-operation repeats
-    `nano_batching_cost` of a dense operation's time, all of a memory-bound one's.
+    NANO_BATCHING_COST of a dense operation's time, all of a memory-bound one's.
     """
 
     def dense(name: str, *needs: str) -> Operation:
         resource = resources.get(name, COMPUTE)
-        cost = 1.0 if resource == MEMORY else nano_batching_cost
+        cost = 1.0 if resource == MEMORY else NANO_BATCHING_COST
         before = ("all-reduce",) if name == "KQV" else ()
         return Operation(name, resource, us[name], cost * us[name], needs, before)
 
@@ -68,4 +66,4 @@ def roofline_layer(
         ms = machine.times(demand)
         us[demand.name] = 1e3 * max(ms) / model.num_layers
         resources[demand.name] = RESOURCES[ms.index(max(ms))]
-    return dense_layer(us, resources, NANO_BATCHING_COST)
+    return dense_layer(us, resources)

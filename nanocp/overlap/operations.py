@@ -70,12 +70,8 @@ def cut(
     return tuple(
         NanoOperation(operation, begin, end)
         for operation in operations
-        for begin, end in _ranges(cuts.get(operation.name, default))
+        for begin, end in pairwise((0.0, *cuts.get(operation.name, default), 1.0))
     )
-
-
-def _ranges(cuts: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return pairwise((0.0, *cuts, 1.0))
 
 
 class Wait(NamedTuple):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 _MAX_CALLS_EACH = 100
-"""Most calls of a policy per operator."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ class OverlapPolicy(Protocol):
         return None
 
     def begin(self, ops: Ops) -> None:
-        """Cut the batch, or leave it as it is."""
+        """Cut the batch, or leave it as it is: the default."""
+        return
 
     def next_round(self, ops: Ops) -> None:
         """Execute some of the operators that are ready, until each was executed once.
@@ -217,7 +217,6 @@ class RecordedOps(Ops):
         self._num_left -= len(ops)
 
     def _awaited(self, step: OrderedStep) -> tuple[int, ...]:
-        """The last step of each other stream that it reads from."""
         earlier = {
             self._executed[op.micro_batch, number]
             for op in step.ops
@@ -228,7 +227,6 @@ class RecordedOps(Ops):
         return tuple(last.values())
 
     def _begin(self) -> None:
-        """Reset: operators without predecessors are ready."""
         missing = [len(earlier) for earlier in self._before]
         self._missing = [[*missing] for _ in self.sizes]
         """[micro-batch][operator] -> predecessors not executed yet."""

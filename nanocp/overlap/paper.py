@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nanocp.overlap.interference import Interference
-from nanocp.overlap.layers import NANO_BATCHING_COST, dense_layer
+from nanocp.overlap.layers import dense_layer
 from nanocp.overlap.operations import Operation
 from nanocp.overlap.roofline import MODELS, Gpu, Machine, Requests
 
@@ -80,9 +80,6 @@ ABLATION = {"network": 1.07, "network and memory": 1.17}
 """Gain over sequential operations by what overlaps."""
 
 
-def layer(nano_batching_cost: float = NANO_BATCHING_COST) -> tuple[Operation, ...]:
-    """One layer of Table 2's iteration, by its measured times, as a graph of operations.
-
-    nano_batching_cost: repeated share of a dense operation's time.
-    """
-    return dense_layer(MEASURED_US, {}, nano_batching_cost)
+def layer() -> tuple[Operation, ...]:
+    """One layer of Table 2's iteration, by its measured times, as a graph of operations."""
+    return dense_layer(MEASURED_US, {})

@@ -104,13 +104,10 @@ class Machine:
 
     def iteration(self, model: DenseModel, batch: float) -> Times:
         """Equations 2, 1 and 3: an iteration that reads all memory once."""
-        gpu, num = self.gpu, self.num_gpus
+        num, gflop = self.num_gpus, 2e-9 * batch * model.num_parameters
         moved_gb = 4e-9 * num * batch * model.hidden_size * _BYTES * model.num_layers
-        return Times(
-            2e-6 * batch * model.num_parameters / (num * gpu.fp16_gflop_per_s),
-            1e3 * gpu.mem_gb / gpu.mem_gb_per_s,
-            1e3 * moved_gb / (num * gpu.net_gb_per_s / 2) if num > 1 else 0.0,
-        )
+        moved_gb = moved_gb if num > 1 else 0.0
+        return self.times(Demand("iteration", gflop, num * self.gpu.mem_gb, moved_gb))
 
     def times(self, demand: Demand) -> Times:
         """Milliseconds of an operation; one direction of the network counts."""

@@ -87,9 +87,8 @@ def name_of(nano: NanoOperation) -> str:
 
 def digest(operations: Sequence[Operation], interference: Interference) -> str:
     """Hash of the schedule's inputs, in 16 hexadecimal digits."""
-    return hashlib.blake2b(
-        repr((tuple(operations), interference)).encode(), digest_size=8
-    ).hexdigest()
+    inputs = repr((tuple(operations), interference))
+    return hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()
 
 
 def write(
@@ -121,7 +120,7 @@ def write(
 def read(path: Path, operations: Sequence[Operation], interference: Interference) -> Schedule:
     """Read a schedule that was made for these operations.
 
-    Raises ValueError if it is no schedule, if it was made for others, or if it breaks a law.
+    Raises ValueError if it is none, was made for others, or breaks a law.
     """
     content = _content(path)
     expected = digest(operations, interference)

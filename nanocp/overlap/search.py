@@ -108,7 +108,6 @@ class _Parts(NamedTuple):
 def _tries(
     forms: Sequence[Sequence[Operation]], step: float
 ) -> Iterator[tuple[_Parts, tuple[float, float]]]:
-    """Two nano-operations each first, then four of a resource; sizes are equal."""
     quarters = tuple(round(part / (4 * step)) for part in (1, 2, 3))
     for finer, stretch, operations in product(("", NETWORK, MEMORY), _STRETCHES, forms):
         parts = _Parts(operations, finer, step, quarters if finer else quarters[1:2])
@@ -119,7 +118,6 @@ def _tries(
 def _sized(
     parts: _Parts, structure: _Structure, interference: Interference, until_s: float
 ) -> Iterator[Schedule]:
-    """Stage II, then again in the same order while another size is better."""
     best = _divide_gpu(parts.nano(), structure, interference)
     stride = max(1, round(1 / (8 * parts.step))) if best else 0
     while best and stride:
@@ -182,8 +180,6 @@ def fluid_bound(
 
 
 class _Structure(NamedTuple):
-    """Result of stage I: starts without interference."""
-
     period_us: float
     starts_us: tuple[float, ...]
     lengths_us: tuple[float, ...]
@@ -268,7 +264,6 @@ def _divide_gpu(
 
 
 def _phases(structure: _Structure) -> list[set[int]]:
-    """Nano-operations between neighbouring starts or ends."""
     period = structure.period_us
     spans = list(zip(structure.starts_us, structure.lengths_us, strict=True))
     edges = sorted({round(at % period, 3) for start, us in spans for at in (start, start + us)})

@@ -76,7 +76,6 @@ class FrontEndProcesses:
         self._restarts = [
             Restarts(_PAUSES_S, _MAX_ENDS, _ENDS_S) for _ in range(config.service.front_ends)
         ]
-        """Restarts of each front end."""
         self._num_given_up = 0
         self._address = ""
 

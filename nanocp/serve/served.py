@@ -74,6 +74,8 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
         f"{model.in_words}; profile again, or leave scheduler.profile out",
     )
     config.with_carry(carry_pages(model, config.data_plane))
+    rate, why = config.cluster.expert_load_mb_per_s, why_experts_stay(config, model.num_experts)
+    require(not (rate and why), f"cluster.expert_load_mb_per_s is {rate}, and {why}")
     if config.data_plane.device == "cuda":
         model.check_no_limits()
     if has_fp8(checkpoint) is not None:
@@ -85,6 +87,22 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
         f"prefill.stages is {num_stages}, and the model has {model.num_layers} layers; each stage "
         "needs one",
     )
+
+
+def why_experts_stay(config: Config, num_experts: int | None) -> str:
+    """Say why no expert of a cluster can move, and no load of them is known; empty if they can.
+
+    num_experts: see Served.
+    """
+    if config.cluster.layout == "pipeline":
+        return "a stage of a pipeline has all experts of its layers"
+    if num_experts == 0:
+        return "the model is dense: it has no experts"
+    if config.cluster.num_instances == 1:
+        return "the only instance has all experts"
+    if num_experts is None or not config.recovers:
+        return "the service ends with the first loss (limits.recovery_timeout_ms says where)"
+    return ""
 
 
 def with_model_len(config: Config, checkpoint: Path) -> Config:

@@ -28,6 +28,7 @@ from control_plane.observe.observer import Observer
 from control_plane.observe.status_server import (
     ABORT_PATH,
     CONFIG_PATH,
+    EXPERTS_PATH,
     LAYOUT_PATH,
     SEATS_PATH,
     StatusServer,
@@ -42,13 +43,14 @@ from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config.whole import Config
 from nanocp.config.yaml import config_yaml
 from nanocp.serve.changes import answer_abort, answer_config, answer_layout, answer_seats
+from nanocp.serve.experts import answer_experts
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.member_processes import MemberProcesses
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
-from nanocp.serve.served import PREFILL_PLANNER, settled
+from nanocp.serve.served import PREFILL_PLANNER, settled, why_experts_stay
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
@@ -359,6 +361,12 @@ class Service:
                     lambda: (self._config.cluster.num_instances, self.num_ready_spares),
                 ),
                 LAYOUT_PATH: partial(answer_layout, self.want_layout),
+                EXPERTS_PATH: partial(
+                    answer_experts,
+                    why_experts_stay(self._config, self._served.num_experts),
+                    self._config.cluster.expert_load_mb_per_s,
+                    lambda: self._controller.experts() if self._has_served else None,
+                ),
                 ABORT_PATH: partial(
                     answer_abort, lambda name: self._controller.end_requests(name).result(_ANSWER_S)
                 ),

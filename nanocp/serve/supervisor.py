@@ -158,7 +158,6 @@ class Supervisor:
 
     @property
     def _ends_at_once(self) -> bool:
-        """True if the service stops without waiting for a starting controller."""
         return self._is_stopping and (self._is_forced or not self.has_served.is_set())
 
     def _deliver(self) -> None:

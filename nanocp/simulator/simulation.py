@@ -130,7 +130,6 @@ def make_simulation(
 def _with_drafts(
     file: ClusterFile, config: SchedulerConfig, model: CostModel, speculation: Speculation
 ) -> tuple[ClusterFile, SchedulerConfig]:
-    """Add the drafts' KV layer to the cluster, and make the draft table."""
     num, layers = len(speculation.shares), file.model.num_layers
     num_frames = file.cluster.num_frames * layers // (layers + 1)
     file = replace(file, cluster=replace(file.cluster, num_frames=num_frames))
@@ -331,7 +330,6 @@ class Simulation:
         )
 
     def _row_leaves(self, request_id: int, window: int) -> None:
-        """Whether the row has stopped, was parked, or has no tokens to come."""
         if self._speculation:
             return
         if request_id in self._requests and self._last_step(request_id) >= window * self._num_steps:
@@ -340,14 +338,12 @@ class Simulation:
             )
 
     def _last_step(self, request_id: int) -> int:
-        """Step of its last token, if its row stays in the windows."""
         num_left = self._requests[request_id].output_len - self._num_tokens[request_id]
         return self._joined_step[request_id] + num_left - 1
 
     # --- the instances' part
 
     def _end_window(self) -> list[Event]:
-        """Report the oldest window; rows that got their last token stop."""
         window = self._windows.popleft()
         if self._speculation:
             return self._end_window_with_drafts(window, self._speculation.shares)
@@ -375,7 +371,6 @@ class Simulation:
         ]
 
     def _end_window_with_drafts(self, window: _Window, shares: Sequence[float]) -> list[Event]:
-        """Report a window with drafts, whose accepted tokens are known only now."""
         num_steps, num_drafts = self._num_steps, window.step.num_drafts
         finished: dict[int, list[Finished]] = defaultdict(list)
         advanced: dict[int, list[int]] = defaultdict(list)

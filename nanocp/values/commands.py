@@ -29,6 +29,15 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeExperts:
+    """Plans of the term will name this table: load what it lacks here, and answer ExpertsHere."""
+
+    number: int
+    """From 1; the term began with table 0."""
+    table: ExpertTable
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The term is over: abandon the step, and answer Left."""
 
@@ -103,6 +112,7 @@ class PagesArrived:
 
 ToInstance = (
     Join
+    | ChangeExperts
     | InstancePlan
     | ExpectPages
     | SendPages

@@ -59,6 +59,8 @@ class Hello:
     """(request, run of pages) kept from a lost controller; None: it is new."""
     restarts: tuple[tuple[int, int, int], ...] = ()
     """(request, least, most): positions at which rows may go on with states here."""
+    experts: tuple[bytes, ...] = ()
+    """For each MoE layer the expert in each slot, int16; empty: those at home, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,30 @@ class Resync:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsHere:
+    """An instance has the experts of a coming table."""
+
+    instance: int
+    number: int
+    """The table's (ChangeExperts)."""
+    problem: str = ""
+    """A sentence: the reason that they cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Pairs of a row and an expert that an instance ran since the last such report."""
+
+    instance: int
+    number: int
+    """The table that the rows followed; see ChangeExperts."""
+    window: int
+    """The last window that counts."""
+    pairs: tuple[bytes, ...]
+    """For each MoE layer those of each slot, int64."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokensLost:
     """A front end refused tokens of these requests, whose next attempt begins."""
 
@@ -161,6 +187,8 @@ Report = (
     | TransferMissed
     | TransferFailed
     | LayersMoved
+    | ExpertsHere
+    | ExpertLoad
     | Resync
     | TokensLost
     | EnginesNow

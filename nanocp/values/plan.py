@@ -253,6 +253,8 @@ class InstancePlan(NamedTuple):
     """Number of the order of two lanes, or 0; equal in a window's plans."""
     num_drafts: int = 0
     """Most drafts of a row in a step; equal in a window's plans."""
+    experts: int = 0
+    """Number of the expert table, of this term; equal in a window's plans."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""The table of sampling parameters: each with its type, default, bounds and help.
-
-Its test names the other places that spell a parameter, such as docs/use/api.md.
-"""
+"""The table of sampling parameters: each with its type, default, bounds and help."""
 
 from __future__ import annotations
 

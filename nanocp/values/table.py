@@ -204,7 +204,6 @@ class InstanceTable:
         return digest
 
     def _clear_pages(self, clear: PageClear) -> int:
-        """Cut pages out of their runs; all must be here."""
         request_id, begin, num_pages = clear
         end = begin + num_pages
         kept: list[PageRun] = []

@@ -8,6 +8,7 @@ import grpc
 
 from nanocp.values.commands import (
     CancelPrefill,
+    ChangeExperts,
     ExpectPages,
     Join,
     Leave,
@@ -22,6 +23,8 @@ from nanocp.values.members import (
     Beat,
     EnginesNow,
     Envelope,
+    ExpertLoad,
+    ExpertsHere,
     Failure,
     Hello,
     Left,
@@ -93,12 +96,12 @@ class ToNode(NamedTuple):
 
 FROM_INSTANCE = Codec(
     Hello, Loading, Beat, Ready, Left, Suspect, Failure, WindowDone, TransferDone, TransferFenced,
-    TransferMissed, LayersMoved, Resync, TokensLost,
+    TransferMissed, LayersMoved, ExpertsHere, ExpertLoad, Resync, TokensLost,
 )  # fmt: skip
 """Before Hello come only Loading and Failure."""
 TO_INSTANCE = Codec(
-    Join, InstancePlan, ExpectPages, SendPages, RefusePages, Stow, Fetch, PassPlan, LayerMoves,
-    StagePrompt, Leave, Shutdown,
+    Join, ChangeExperts, InstancePlan, ExpectPages, SendPages, RefusePages, Stow, Fetch, PassPlan,
+    LayerMoves, StagePrompt, Leave, Shutdown,
 )  # fmt: skip
 FROM_PREFILL = Codec(Loading, Beat, Ready, Suspect, Failure, TransferFailed, EnginesNow)
 TO_PREFILL = Codec(Join, PrefillRequest, CancelPrefill, PagesArrived, Shutdown)
@@ -127,6 +130,8 @@ def opened_said(member: Member, data: bytes) -> Envelope:
             | TransferFenced(instance=speaker)
             | TransferMissed(instance=speaker)
             | LayersMoved(stage=speaker)
+            | ExpertsHere(instance=speaker)
+            | ExpertLoad(instance=speaker)
         ) if speaker != member.instance:
             raise ValueError(f"it speaks as instance {speaker}")
         case Hello(instance=speaker, kept=kept):

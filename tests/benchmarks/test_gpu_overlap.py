@@ -1,8 +1,11 @@
 """gpu_overlap without a GPU: what it claims, and that it says so where it cannot measure."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.cuda import green_contexts
 
 from benchmarks.gpu import gpu_overlap as bench
 from benchmarks.kit import bench as kit
@@ -59,3 +62,20 @@ def test_a_run_whose_time_is_over_before_a_claim_is_no_success(monkeypatch, caps
         bench.main(["--limit-s", "-1"])
     assert ended.value.code == 1
     assert "missed: something that is claimed was measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["device", "device_id"])
+def test_a_part_of_the_gpu_is_asked_for_as_this_release_of_torch_has_it(monkeypatch, number):
+    asked = []
+    by_number = {
+        "device": lambda *, num_sms=None, device=None: asked.append((num_sms, device)),
+        "device_id": lambda *, num_sms=None, device_id=None: asked.append((num_sms, device_id)),
+    }
+    context = SimpleNamespace(Stream=None, create=by_number[number])
+    monkeypatch.setattr(green_contexts, "GreenContext", context)
+    monkeypatch.setattr(green_contexts, "SUPPORTED", True)
+    bench.green_context(24, torch.device("cuda", 1))
+    assert asked == [(24, 1)]
+    monkeypatch.setattr(green_contexts, "SUPPORTED", False)
+    with pytest.raises(RuntimeError, match="has no streams of green contexts"):
+        bench.green_context(24, torch.device("cuda", 1))

@@ -38,7 +38,7 @@ def by_command(line, cluster):
     """What a command line of `nanocp` answers about the small cluster."""
     words = shlex.split(line, comments=True)[1:]
     question = f"""--cluster {cluster} --workload {WORKLOAD} --set wire_form={FORM} --seed {SEED}
-        --set constants={CONSTANTS} --set seeds=1 --warm-up {WARM_UP_S}
+        --set constants={CONSTANTS} --set seeds=1 --set warm_up={WARM_UP_S}
         --seconds {MEASURED_S} --set first_rate=12 --json"""
     result = CliRunner().invoke(app, [*words, *question.split()])
     assert result.exit_code == 0, result.output

@@ -37,9 +37,10 @@ def selectors(node):
 
 
 def registry_of_a_service():
-    """The metrics of a service with engines and with pages outside the frames."""
+    """The metrics of a service with engines, pages outside the frames, and loads of experts."""
     metrics = Metrics(ClusterConfig(), SchedulerConfig(), ("http://engine:8000",))
     metrics.offload.planned(OffloadReading((0, 0), (0, 0), (0, 0), 0))
+    metrics.experts.reported([1.0])
     return metrics.registry
 
 

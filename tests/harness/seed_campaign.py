@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.hash_clusters import hash_drafts, hash_offload, hash_seeds, hash_states
+from harness.hash_clusters import hash_offload
 from harness.hash_clusters.hash_recovery import RecoveringCluster
+from harness.hash_clusters.kinds import hash_drafts, hash_experts, hash_seeds, hash_states
 from harness.hash_clusters.losses import hash_recovery_seeds
 from harness.hash_clusters.losses.hash_failover import FailoverCluster
 from harness.hash_clusters.losses.hash_operators import OperatedCluster
@@ -60,13 +61,13 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "offload-losses": hash_offload.play_losing, "offload-cuts": hash_offload.play_cut,
     "pipeline": hash_pipeline.play, "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
     "pipeline-losses": hash_pipeline_losses.play, "between-nodes": play_between_nodes,
-    "calls": nested_calls.play,
+    "calls": nested_calls.play, "experts": hash_experts.play,
     "pipeline-losses-chaos": partial(hash_pipeline_losses.play, is_chaos=True),
 }  # fmt: skip
 """Such kinds too; each plays a seed."""
 COUNTS = (
     *("terms", "losses", "shrinks", "changes", "kept", "attempts", "stale_tokens", "stale_events"),
-    *("windows", "calls", "preemptions", "moves", "hand_offs"),
+    *("windows", "lane_windows", "calls", "preemptions", "moves", "hand_offs"),
     *("failovers", "front_ends_lost", "resumed", "cut", "adopted"),
     *("asked", "refused", "failed", "overdue", "undone", "unstarted"),
 )

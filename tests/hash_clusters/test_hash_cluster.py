@@ -9,9 +9,10 @@ import pytest
 
 from control_plane.scheduler.pages import quarantine
 from data_plane.instance.rows import Row
+from harness.hash_clusters.expert_moves import HashSlots
 from harness.hash_clusters.hash_instance import HashInstance
 from harness.hash_clusters.hash_model import NUM_EXPERTS
-from harness.hash_clusters.hash_seeds import (
+from harness.hash_clusters.kinds.hash_seeds import (
     HashCluster,
     levelling_config,
     lose_an_instance,
@@ -171,17 +172,17 @@ def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
 @pytest.mark.parametrize("fault", ["neighbour", "layer 0"])
 def test_it_sees_rows_at_wrong_slots(monkeypatch, fault):
     """Rows name slots of the neighbour, or those of the first layer in every layer."""
-    place_experts = HashInstance.place_experts
+    follow = HashSlots.follow
 
-    def place_wrongly(self, table):
-        place_experts(self, table)
-        first, total = self._names[0], table.num_slots * self._config.cluster.num_instances
+    def follow_wrongly(self, table):
+        follow(self, table)
+        first, total = self.names[0], len(table.experts())
         if fault == "neighbour":
-            self._names[0] = lambda *row: (first(*row) + table.num_slots) % total
+            self.names[0] = lambda *row: (first(*row) + table.num_slots) % total
         else:
-            self._names = [first] * len(self._names)
+            self.names = [first] * len(self.names)
 
-    monkeypatch.setattr(HashInstance, "place_experts", place_wrongly)
+    monkeypatch.setattr(HashSlots, "follow", follow_wrongly)
     assert is_seen(20, played_with_a_table)
 
 

@@ -13,7 +13,9 @@ import pytest
 
 from harness.hash_clusters import hash_play
 from harness.hash_clusters.hash_cluster import HashCluster
-from harness.hash_clusters.hash_drafts import (
+from harness.hash_clusters.hash_instance import HashInstance
+from harness.hash_clusters.hash_model import HashModel
+from harness.hash_clusters.kinds.hash_drafts import (
     Drafting,
     DraftingFailovers,
     DraftingLosses,
@@ -22,8 +24,6 @@ from harness.hash_clusters.hash_drafts import (
     make_drafts,
     play,
 )
-from harness.hash_clusters.hash_instance import HashInstance
-from harness.hash_clusters.hash_model import HashModel
 
 NUM_SEEDS = int(os.environ.get("DRAFT_SEEDS", "200"))
 SEEN_BY = (81005, 81007, 81015, 81205, 81363)

@@ -12,7 +12,7 @@ from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.lanes import Lanes
 from harness.hash_clusters import hash_play
 from harness.hash_clusters.hash_parts import draw_config
-from harness.hash_clusters.hash_seeds import HashCluster, play
+from harness.hash_clusters.kinds.hash_seeds import HashCluster, play
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig

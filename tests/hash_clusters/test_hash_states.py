@@ -14,7 +14,7 @@ from control_plane.scheduler.pages.offload import Offload
 from harness.hash_clusters import hash_play
 from harness.hash_clusters.hash_model import HashModel, fold
 from harness.hash_clusters.hash_state_pool import MAX_DEPTH
-from harness.hash_clusters.hash_states import (
+from harness.hash_clusters.kinds.hash_states import (
     Stateful,
     StatefulFailovers,
     StatefulLosses,

@@ -2,6 +2,7 @@
 
 import connector
 import heads
+import of_experts
 import of_fused
 import of_kernels
 import of_mixture
@@ -90,7 +91,7 @@ MUTANTS = [
            fault="owner_BK = number_BK.add(num_slots) // num_slots % len(regions)"),
     Mutant("receivers-slot", path="data_plane/moe/experts.py", tests=_DRAWN,
            why="a receiver takes numbers of another seat, and a row's expert counts twice",
-           text="number_TK - first, weight_TK", fault="number_TK % len(moe.mlps), weight_TK"),
+           text="number_TK - first", fault="number_TK % len(moe.mlps)"),
     Mutant("table-of-layer-0", path="data_plane/moe/mixture.py", tests=_DRAWN,
            why="rows of all layers name the slots of the first one",
            text="return self._of_layer[layer]", fault="return self._number_LER[0]"),
@@ -102,7 +103,7 @@ MUTANTS = [
            tests=("tests/nanocp/values/test_experts.py",),
            why="an expert whose slots are lost passes for one that is there",
            text="replicas = Counter(held)", fault="replicas = Counter(before)"),
-    Mutant("expert-slot", path="data_plane/model/weights.py",
+    Mutant("expert-slot", path="data_plane/moe/expert_weights.py",
         tests=_DRAWN,
         why="an expert that was given to an instance is not loaded into its slot",
         text="moe.mlps[slot] = mlp", fault="pass"),
@@ -258,6 +259,7 @@ MUTANTS = [
     *OF_SCHEDULING,
     *OF_TCP,
     *OF_TERMS,
+    *of_experts.MUTANTS,
     *overlap.MUTANTS,
     *of_kernels.MUTANTS,
     *OF_LAYER,

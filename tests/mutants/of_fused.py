@@ -107,6 +107,10 @@ MUTANTS = [
            fault=('done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")\n'
                   "if done == num_parts(count, S) - 1:\n"
                   '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="gpu")')),
+    Mutant("fused-loads-twice", path=KERNEL, tests=EXPLORED,
+           why="what came in the first wave counts again with the second (explorer)",
+           text="tl.atomic_add(weights.load + expert, size, mask=size > 0",
+           fault="tl.atomic_add(weights.load + expert, after, mask=size > 0"),
     Mutant("fused-absent-awaited", path=KERNEL, tests=ABANDONED,
            why="a fused mixture awaits an instance that is not in the term (explorer)",
            text="add(word(state, TAKEN_IN), tl.sum((is_source & (is_there == 0)).to(tl.int32)))",

@@ -11,8 +11,6 @@ SEATS = "tests/control_plane/coordinator/members/test_seats.py"
 CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
 SHELL = "tests/control_plane/shell/test_members_shell.py"
 OPERATORS = "tests/hash_clusters/test_hash_operators.py"
-MOVES = "control_plane/coordinator/members/expert_moves.py"
-MOVES_TEST = "tests/control_plane/coordinator/members/test_expert_moves.py"
 
 OF_TERMS = [
     Mutant("gpu-memory-freed-early", path="data_plane/transport/gpu/ipc_memory.py",
@@ -159,10 +157,10 @@ OF_TERMS = [
            why="a seat whose process is coming gets another one",
            text="if standing is Standing.ABSENT and not is_coming:",
            fault="if standing is Standing.ABSENT:"),
-    Mutant("expert-table", path="data_plane/instance/window_edge.py",
+    Mutant("expert-table", path="data_plane/moe/expert_tables.py",
            tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "come_and_go"),
            why="an instance goes on with the expert table of the term before (planned terms)",
-           text="if start.experts is not None:", fault="if start.experts is None:"),
+           text="if table is not None:", fault="if table is None:"),
     Mutant("closed-seat", path="control_plane/scheduler/state/cluster_state.py",
            tests=("tests/control_plane/scheduler/windows/test_page_moves.py", "-k", "to_leave"),
            why="requests are placed on an instance that is to leave (planned terms)",
@@ -229,17 +227,4 @@ OF_TERMS = [
            why="the start is over before anybody names the address that a firewall hides",
            text="limit_ms = min(timeout_ms, self._limits.exchange_timeout_ms)",
            fault="limit_ms = timeout_ms"),
-    Mutant("loads-of-the-old-table", path=MOVES, tests=(MOVES_TEST, "-k", "another_table"),
-           why="pairs of a slot are counted for the expert that is there now",
-           text="if number != self._number:\n    return\nage", fault="if False:\n    return\nage"),
-    Mutant("chance-is-moved", path=MOVES, tests=(MOVES_TEST, "-k", "chance"),
-           why="experts are loaded because few rows went here and there by chance",
-           text="max(self._start_above, 1 + noise)", fault="self._start_above"),
-    Mutant("expert-lost-by-an-exchange", path=MOVES, tests=(MOVES_TEST, "-k", "keep_every"),
-           why="an exchange writes the only slot of an expert, which is nowhere until it is loaded",
-           text="lends if old in wanted else left[old] > 1",
-           fault="lends if old in wanted else True"),
-    Mutant("last-slot-lent", path=MOVES, tests=(MOVES_TEST, "-k", "keep_every"),
-           why="the last slot of an expert that stays is lent to another one",
-           text="and stay[old] > 1", fault="and stay[old] > 0"),
 ]  # fmt: skip

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from harness.exact.settings import configured
+from harness.hash_clusters.hash_model import NUM_EXPERTS
 from harness.paths import ROOT
 from harness.programs.dashboards import ALERTS, dashboard_expressions, filled
 from harness.programs.installed import installed
@@ -65,7 +66,8 @@ def watched(program, tmp_path_factory):
     (folder / "api_key").write_text("a-key\n")
     operators = str(folder / "api_key")
     keys = {"api_keys": ("a-key",), "operator_keys_file": operators}
-    with hash_service(configured(CONFIG, num_drafts=1, lanes="random", **keys)) as service:
+    settings = configured(CONFIG, num_drafts=1, lanes="random", **keys)
+    with hash_service(settings, num_experts=NUM_EXPERTS) as service:
         config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
         intervals = ("scrape_interval", "scrape_timeout", "evaluation_interval")
         config["global"] = dict.fromkeys(intervals, "1s")
@@ -110,9 +112,11 @@ def _ask_for_ever(service, stop, number):
 
 def _wait_for_samples(address, service, log):
     deadline = time.monotonic() + 180
+    scraped = 'count_over_time(up{job="nanocp"}[1m]) > 15'
     while time.monotonic() < deadline:
         try:
-            if values(address, 'count_over_time(up{job="nanocp"}[1m]) > 15'):
+            # Instances report the load of experts every 5 s.
+            if values(address, scraped) and values(address, "nanocp:expert_imbalance"):
                 return
         except OSError:
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+from control_plane.coordinator.flights.expert_changes import expert_changes
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.transfers import Transfers, cached_tokens, fetched_pages
 from control_plane.coordinator.flights.windows import WindowsInFlight
@@ -16,7 +17,7 @@ from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.members import Member, Report, Resync
+from nanocp.values.members import ExpertLoad, ExpertsHere, Member, Report, Resync
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import (
     Event,
@@ -40,6 +41,7 @@ class DecodeFlights(Flights):
         self._metrics = metrics
         self._windows = WindowsInFlight(cluster.num_instances)
         self.transfers: Transfers = Transfers(members, scheduler.num_drafts > 0)
+        self.experts = expert_changes(cluster, members, metrics.experts)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -88,13 +90,19 @@ class DecodeFlights(Flights):
         return cached_tokens(plan)
 
     def send(self, plan: Plan) -> None:
-        self._windows.sent(plan.instances)
-        self._metrics.instances.sent(plan.instances[0].two_lanes)
-        for instance_plan in plan.instances:
+        plans = plan.instances
+        if self.experts is not None and (number := self.experts.sent(plans[0].window)):
+            plans = tuple(each._replace(experts=number) for each in plans)
+        self._windows.sent(plans)
+        self._metrics.instances.sent(plans[0].two_lanes)
+        for instance_plan in plans:
             self._members.send(Member("instance", instance_plan.instance), instance_plan)
 
     def window_done(self, done: WindowDone) -> bool:
-        return self._windows.reported(done.instance, done.window)
+        is_complete = self._windows.reported(done.instance, done.window)
+        if is_complete and self.experts is not None:
+            self.experts.window_done(done.window)
+        return is_complete
 
     def reported(self, member: Member, report: Report) -> Event | None:
         match report:
@@ -103,6 +111,10 @@ class DecodeFlights(Flights):
                 return report
             case TransferMissed():
                 return report
+            case ExpertLoad() | ExpertsHere():
+                if self.experts is not None:
+                    self.experts.reported(report)
+                return None
             case Resync(window, reason):
                 text = f"{member} needs the full table of window {window}: {reason}"
                 self._members.output.warn(text)
@@ -114,9 +126,13 @@ class DecodeFlights(Flights):
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
         self._windows.begin_term(seats, keeps_rows)
+        if self.experts is not None:
+            self.experts.begin_term()
 
     def end_term(self) -> None:
         self._windows.abandon()
+        if self.experts is not None:
+            self.experts.end_term()
         self.transfers.end_term()
 
     def check(self) -> None:

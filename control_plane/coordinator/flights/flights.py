@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from control_plane.coordinator.flights.expert_changes import ExpertChanges
 from control_plane.coordinator.flights.stages import StageLayouts
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.observe.observed import ObservedScheduler
@@ -24,6 +25,8 @@ class Flights(Protocol):
     scheduler: ObservedScheduler
     transfers: Transfers | None = None
     """The tickets beside windows; None: beside passes there are none."""
+    experts: ExpertChanges | None = None
+    """The expert table of the term; None: no experts, or each instance has all."""
     stages: StageLayouts | None = None
     """The stages that have layers; None: instances have all of them."""
 

@@ -9,8 +9,9 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from heapq import heapify, heapreplace, nlargest, nsmallest
-from itertools import chain
+from itertools import chain, product
 from math import inf, sqrt
+from operator import add
 from typing import NamedTuple
 
 from nanocp.values.experts import MAX_REPLICAS
@@ -48,9 +49,15 @@ away and gets that)."""
 class LayerPlacement:
     """The experts of one layer, and the load of each instance. Replicas share evenly."""
 
-    def __init__(self, loads: Sequence[float], held: Held, num_slots: int) -> None:
-        """loads: of each expert. held: at most num_slots each."""
+    def __init__(
+        self, loads: Sequence[float], held: Held, num_slots: int, one_lends: bool = False
+    ) -> None:
+        """loads: of each expert. held: at most num_slots each.
+
+        one_lends: a slot of either instance does for an exchange; several may need both.
+        """
         self._loads, self._num_slots = loads, num_slots
+        self._lent = min if one_lends else add
         self.held = [[*experts] for experts in held]
         self._holders: list[list[int]] = [[] for _ in loads]
         for at, experts in enumerate(held):
@@ -107,7 +114,12 @@ class LayerPlacement:
                 spare = room or nsmallest(_OTHERS, replicas, key=share_of)
                 for other in spare if num < MAX_REPLICAS else ():
                     rest = [at for at in self._holders[other] if at != cold] if other >= 0 else []
-                    then = [loads[at] + share_of(other) / len(rest) for at in rest]
+                    then = [
+                        loads[at]
+                        - relief * (at in self._holders[expert])
+                        + share_of(other) / len(rest)
+                        for at in rest
+                    ]
                     yield max([most, *then]), 1, expert, cold, other, False
                 best = share - (loads[hot] - loads[cold]) / 2
                 own = (each for each in here if each not in self.held[hot])
@@ -115,7 +127,8 @@ class LayerPlacement:
                 for other in room + near:
                     more = share - (share_of(other) if other >= 0 else 0.0)
                     most = max(loads[hot] - more, loads[cold] + more)
-                    cost = 2 + self._price[hot] + self._price[cold] if other >= 0 else 1
+                    lent = self._lent(self._price[hot], self._price[cold])
+                    cost = 2 + lent if other >= 0 else 1
                     yield most, cost, expert, cold, other, True
 
     def _toggle(self, expert: int, at: int) -> None:
@@ -172,13 +185,15 @@ class ExpertMoves:
 
         start_above: a layer's hottest instance over the mean, above which a plan changes it.
         """
-        self._num_experts, self._num_slots = num_experts, num_slots
+        self._num_experts, self.num_slots = num_experts, num_slots
         self._start_above, self._changes_per_round = start_above, changes_per_round
         self._number, self._seats, self._age = -1, list[int](), 0
         self._table: Table = ()
         self._sums: list[list[float]] = []
         """For each layer the pairs of each expert."""
         self._planned: dict[int, Held] = {}
+        self.imbalances: list[float] = []
+        """By layer the load of the hottest instance over the mean, when last planned."""
 
     def use(self, number: int, table: Table, seats: Sequence[int]) -> None:
         """Take the table that rows follow from now on. Other seats end a plan."""
@@ -194,24 +209,28 @@ class ExpertMoves:
         """
         if number != self._number:
             return
-        age, first = window // HALVED_EVERY, seat * self._num_slots
+        age, first = window // HALVED_EVERY, seat * self.num_slots
         part, self._age = 0.5 ** (age - self._age), age
         for sums, experts, counts in zip(self._sums, self._table, pairs, strict=True):
             sums[:] = [part * each for each in sums] if part < 1 else sums
             for expert, count in zip(experts[first:], counts, strict=False):
                 sums[expert] += count if expert >= 0 else 0
 
+    def loads(self, layer: int) -> list[float]:
+        """The pairs of each expert of a layer, lately."""
+        return [*self._sums[layer]]
+
     def placement(self, layer: int) -> LayerPlacement:
         """The experts of a layer where they are, with the loads so far."""
-        return LayerPlacement([*self._sums[layer]], self._held(self._table[layer]), self._num_slots)
+        return LayerPlacement(self.loads(layer), self._held(self._table[layer]), self.num_slots)
 
     def planned(self, layer: int) -> LayerPlacement:
         """The experts of a layer once the plan is carried out."""
         held = self._planned.get(layer) or self._held(self._table[layer])
-        return LayerPlacement(self._sums[layer], held, self._num_slots)
+        return LayerPlacement(self._sums[layer], held, self.num_slots)
 
     def _held(self, experts: Sequence[int]) -> Held:
-        num = self._num_slots
+        num = self.num_slots
         slots = (experts[seat * num : (seat + 1) * num] for seat in self._seats)
         return [[each for each in held if each >= 0] for held in slots]
 
@@ -229,14 +248,17 @@ class ExpertMoves:
 
     def _steps(self) -> Iterator[None]:
         budget = self._changes_per_round * len(self._seats)
+        self.imbalances = self.imbalances or [1.0] * len(self._table)
         for layer, experts in enumerate(self._table):
             best, held, loads = self.placement(layer), self._held(experts), [*self._sums[layer]]
+            self.imbalances[layer] = best.imbalance
             noise = _DEVIATIONS * sqrt(len(held) / max(1.0, sum(loads)))
             if best.imbalance > max(self._start_above, 1 + noise):
                 yield
-                slots = self._num_slots
+                slots = self.num_slots
                 ways = (
-                    LayerPlacement(loads, held, slots).lowered(budget, each) for each in _COLDEST
+                    LayerPlacement(loads, held, slots, one_lends).lowered(budget, coldest)
+                    for one_lends, coldest in product((False, True), _COLDEST)
                 )
                 for way in chain(ways, [placed_anew(loads, held, slots, budget)]):
                     found = yield from way
@@ -275,7 +297,7 @@ class ExpertMoves:
 
     def _next(self, planned: Held, experts: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The next (number, expert) of a layer that has these experts."""
-        num, present = self._num_slots, self._held(experts)
+        num, present = self.num_slots, self._held(experts)
         both = [*zip(self._seats, present, planned, strict=True)]
         left = Counter(each for here in present for each in here)
         stay = Counter(each for _, here, wanted in both for each in here if each in wanted)

@@ -299,6 +299,8 @@ class Members(TermSteps):
             # It dials before it loads, and beats after it.
             self.replacements.expect(member)
         self._kept_pages.say(member, hello)
+        if hello is not None:
+            self._seats.hold(hello.instance, hello.experts)
         self.attached.add(member, hello.where if hello is not None else Peer())
         if self.end.leaving is not None:
             self.attached.shut_down(member, self.end.leaving)

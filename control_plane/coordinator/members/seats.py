@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from nanocp.config.cluster import ClusterConfig
-from nanocp.values.experts import ExpertTable, fewest_seats, place_experts
+from nanocp.values.experts import ExpertTable, fewest_seats, num_slots, place_experts
 
 MAX_FAILURES = 3
 """Processes for one seat that may fail one after the other before they join a term."""
@@ -65,7 +66,8 @@ class Seats:
     def __init__(self, cluster: ClusterConfig, num_experts: int | None) -> None:
         """num_experts: of a layer, 0 for a dense model; None if every seat must always serve."""
         self._cluster = cluster
-        self._num_experts = num_experts or 0
+        self.num_experts = num_experts or 0
+        """Experts of a layer; 0: none, or every seat must always serve."""
         num, redundant = cluster.num_instances, cluster.redundant_experts
         self.fewest = num
         """How many seats must serve."""
@@ -76,7 +78,9 @@ class Seats:
         self._change: _Change | None = None
         """The change that is under way."""
         self._failures: dict[int, int] = {}
-        self._table: ExpertTable | None = None
+        self.experts: ExpertTable | None = None
+        """Experts that slots are known to hold; None before the first term."""
+        self._held: dict[int, Sequence[bytes]] = {}
 
     def to_go_on(self, left: Collection[int]) -> list[int]:
         """Return the next term's seats after a loss: those `left`, if they hold all experts.
@@ -111,7 +115,7 @@ class Seats:
         if len(seats) < self.fewest:
             why = (
                 "every expert must be somewhere (cluster.redundant_experts)"
-                if self._num_experts
+                if self.num_experts
                 else "the service was not started to go on with fewer"
             )
             raise ValueError(
@@ -188,13 +192,20 @@ class Seats:
 
     def table(self, seats: Sequence[int]) -> ExpertTable | None:
         """Place the experts, if any, on these seats; few are loaded anew."""
-        if not self._num_experts:
+        if not self.num_experts:
             return None
-        self._table = place_experts(
-            self._num_experts,
-            self._cluster.num_instances,
-            self._cluster.redundant_experts,
-            seats,
-            self._table,
-        )
-        return self._table
+        num, redundant = self._cluster.num_instances, self._cluster.redundant_experts
+        before = self.experts or self._said(num_slots(self.num_experts, num, redundant))
+        self.experts = place_experts(self.num_experts, num, redundant, seats, before)
+        return self.experts
+
+    def hold(self, seat: int, layers: Sequence[bytes]) -> None:
+        """Record the experts in a seat's slots (Hello.experts), which a lost controller changed."""
+        self._held[seat] = layers
+
+    def _said(self, total: int) -> ExpertTable | None:
+        num_layers = max(map(len, self._held.values()), default=0)
+        empty = [array("h", [-1] * total).tobytes()] * num_layers
+        held = [self._held.get(seat) or empty for seat in range(self._cluster.num_instances)]
+        layers = (b"".join(layer) for layer in zip(*held, strict=True))
+        return ExpertTable(total, tuple(layers)) if num_layers else None

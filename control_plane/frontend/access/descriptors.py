@@ -17,7 +17,6 @@ _WANTED = 65_536
 _RESERVED, _OF_MEMBER = 128, 8
 """Descriptors kept from clients: for the status port, files and logs, and for each instance."""
 _SAY_S = 1.0
-"""Shortest time between two warnings."""
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,6 @@ from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for a completion. A chat may use the model's whole length."""
 _KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Kinds of structured_outputs."""
 _EFFORT, _THINKING = "reasoning_effort", ("enable_thinking", "thinking")
 """Template variables that turn reasoning on or off; the first one is vLLM's."""
 

@@ -66,7 +66,6 @@ class Attendance:
         return [each for each, client_id in requests.items() if self._attend_again(each, client_id)]
 
     def _attend_again(self, request_id: int, client_id: str) -> bool:
-        """Record that a request has a front end again, if it had none."""
         unattended = self.unattended.get(client_id, [])
         if request_id not in unattended:
             return False

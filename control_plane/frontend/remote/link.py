@@ -45,10 +45,8 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES = 1 << 16
 """Longest queue up; it fills only if the controller takes nothing for seconds."""
 _OBSERVE_S = 0.2
-"""Time between two messages about what was observed."""
 _PAGE_TIMEOUT_S = 5.0
 _REDIAL_S = 0.3
-"""Pause before another controller is dialled."""
 
 
 class RemoteController(ControllerInterface):

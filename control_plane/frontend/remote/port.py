@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES = 1 << 16
 """Messages down that a front end may leave unread."""
 _LOAD_S = 1.0
-"""Time between two messages with the cluster's load."""
 _THREAD_TIMEOUT_S = 10.0
 
 MakePage = Callable[[], bytes]
@@ -66,8 +65,6 @@ def name_of(index: int) -> str:
 
 
 class _Attached:
-    """One front end's process, while it has a stream."""
-
     def __init__(self, index: int, hello: FrontEndHello) -> None:
         self.index = index
         self.hello = hello

@@ -96,6 +96,13 @@ INSTANCES = {
     "table_resyncs": _counter("Full tables sent after a digest mismatch."),
 }
 """What all instances reported of a window."""
+EXPERTS = {
+    "expert_changes": _counter(
+        "Changes of the expert table, by outcome.", outcome=("done", "failed", "lost")),
+    "experts_loaded": _counter("Experts that changes have loaded into slots."),
+    "expert_load_seconds": _histogram("Loading of the experts of a change.", PAUSE_S),
+}
+"""Experts that follow the load."""
 RECOVERY = {
     "members_lost": _counter(
         "Members that were lost, by cause.", kind=("instance", "prefill"),
@@ -206,6 +213,8 @@ READ = {
     "spec_decode_num_accepted_tokens_per_pos": _counter(
         "Drafts that became tokens, by their place behind the row's known token, from 0.",
         "engine", "position"),
+    "expert_imbalance": _gauge(
+        "Pairs of a row and an expert at the hottest instance over the mean, lately.", "layer"),
     # The stages of a pipeline.
     "stage_wait_seconds": _counter(
         "Time that a stage idled while a pass was in flight, by cause.", "engine", "cause"),

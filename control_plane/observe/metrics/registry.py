@@ -8,6 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from control_plane.observe.metrics.engines import EngineMetrics
+from control_plane.observe.metrics.experts import ExpertMetrics
 from control_plane.observe.metrics.instances import InstanceMetrics
 from control_plane.observe.metrics.offload import OffloadMetrics
 from control_plane.observe.metrics.recovery import RecoveryMetrics
@@ -34,6 +35,7 @@ class Metrics:
         self.instances = InstanceMetrics(registry, cluster.num_instances, scheduler)
         num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
         self.stages = StageMetrics(registry, num_stages)
+        self.experts = ExpertMetrics(registry)
         self.engines = EngineMetrics(registry, engine_urls)
         self.recovery = RecoveryMetrics(registry)
         self.requests = RequestMetrics(registry, cluster.max_model_len)

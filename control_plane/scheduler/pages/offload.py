@@ -71,7 +71,6 @@ class Offload:
         """By instance: pages to offload -> frames, the oldest first."""
         self._num_copying = [0 for _ in instances]
         self._copying: set[Key] = set()
-        """Pages on their way into slots."""
         self._stowing: dict[tuple[int, int], _Stowing] = {}
         """By ticket and instance."""
         self._fetching: dict[int, list[Key]] = {}
@@ -273,7 +272,6 @@ class Offload:
             del queued[next(iter(queued))]
 
     def _next_pages(self, instance: int) -> list[tuple[Key, int]]:
-        """Skip queued pages that are gone or already in a slot."""
         queued, ledger = self._queued[instance], self._state.frames[instance]
         pages: list[tuple[Key, int]] = []
         while queued and len(pages) < MAX_COPYING - self._num_copying[instance]:

@@ -96,7 +96,6 @@ class DeltaLayout(LayerPolicy):
         return min(candidates, key=lambda candidate: self._delta(candidate, times), default=split)
 
     def _candidates(self) -> Iterator[Split]:
-        """Yield layouts with k = 0, 1, ... layers less in the last stage."""
         return map(self._without, range(self._even[-1] if len(self._even) > 1 else 1))
 
     def _without(self, k: int) -> Split:

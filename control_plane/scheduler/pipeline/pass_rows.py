@@ -120,7 +120,6 @@ class PromptRows(PassRows):
         return self._taken(min(share, self._max_tokens))
 
     def _equal_chunk(self, prompt_len: int) -> int:
-        """Divide the prompt into the fewest equal chunks of whole pages."""
         num_chunks = max(-(-prompt_len // self._max_tokens), self._num_stages)
         return -(-prompt_len // num_chunks // PAGE_SIZE) * PAGE_SIZE
 

@@ -100,7 +100,6 @@ class PipelineScheduler(SchedulerBase):
         return self._until_us
 
     def _begin_term(self, cluster: ClusterConfig) -> None:
-        """Nothing is at the stages: no KV, no table, no pass."""
         self._state = ClusterState(cluster)
         self._lowering = Lowering(1)
         self._quarantine = Quarantine(1)
@@ -288,7 +287,6 @@ class PipelineScheduler(SchedulerBase):
         return True
 
     def _issue(self, spans: list[Span], sampled: int) -> PassPlan:
-        """Send the pass: its rows have started, and those that need no other pass end."""
         number, by_id = self._next_pass, self._rows.by_id
         works = [by_id[span.request_id].sampler_work for span in spans]
         for span in spans:

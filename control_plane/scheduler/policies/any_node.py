@@ -27,10 +27,7 @@ class DualBalancedAnyNode(Policy):
         self._dual_balanced = DualBalanced(config)
 
     def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
-        """Propose the instance with the fewest rows, and WaterFill over the least loaded anywhere.
-
-        The degree is chosen by length.
-        """
+        """Propose the instance with the fewest rows, and WaterFill over the least loaded of all."""
         config = self._config
         pages = num_pages(arrival.prompt_len)
         degree = cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max)

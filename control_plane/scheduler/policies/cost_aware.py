@@ -134,11 +134,7 @@ class CostAware(Policy):
     def _early(
         self, state: ClusterState, prompt_len: int, cheapest: Proposal, target_ms: int
     ) -> Iterator[tuple[int, int, Proposal]]:
-        """Yield (milliseconds late, rise of the cost, proposal) for a prompt that would be late.
-
-        First the cheapest, then candidates within a node; if all are late, splits by tokens under
-        way.
-        """
+        """Yield (milliseconds late, rise of the cost, proposal) for a prompt that would be late."""
         on_time, pages, nodes = self._on_time, num_pages(prompt_len), state.nodes
         node_of = state.cluster.node_of
         loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
@@ -194,10 +190,7 @@ class CostAware(Policy):
         )
 
     def _instances(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (rise of the cost, load, instance) until no other instance can be better.
-
-        Of instances with equal rows, only the least loaded is yielded.
-        """
+        """Yield (rise of the cost, load, instance) until no other instance can be better."""
         by_rows = self._by_rows
         by_rows.bring_up_to_date(state, self._load)
         least_rise: int | None = None
@@ -233,7 +226,6 @@ class CostAware(Policy):
                 yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
 
     def _parts(self, state: ClusterState, rise: int, proposal: Proposal) -> dict[str, int]:
-        """Split the rise into the row's dispatch, its attention, and its links."""
         dispatch = self._row_rise(state.loads.num_rows[proposal.moe_binding])
         if proposal.shares.keys() == {proposal.moe_binding}:
             attention = rise - dispatch
@@ -249,7 +241,6 @@ class CostAware(Policy):
         }
 
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
-        """Choose each node's instance with the fewest rows; of many nodes, the best few."""
         moe_bindings = [
             min(node, key=lambda i: (state.loads.num_rows[i], loads[i], i)) for node in state.nodes
         ]
@@ -262,7 +253,6 @@ class CostAware(Policy):
     def _companions(
         self, state: ClusterState, loads: Sequence[int], moe_binding: int, most: int
     ) -> Iterator[list[int]]:
-        """Yield the least loaded of the MoE binding's node, then of all."""
         node_of = state.cluster.node_of
         home = node_of(moe_binding)
         node = state.nodes[home]
@@ -289,7 +279,6 @@ class CostAware(Policy):
         degrees: Iterable[int],
         pages: int,
     ) -> Iterator[tuple[int, Proposal]]:
-        """Yield (rise of the cost, proposal) for each degree, with pages by WaterFill."""
         node = state.nodes[state.cluster.node_of(moe_binding)]
         are_near = [i in node for i in companions]
         links = [

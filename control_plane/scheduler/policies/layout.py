@@ -78,10 +78,7 @@ def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[
 
 
 def choose_holder(state: ClusterState, request: Request) -> int | None:
-    """Return the holder of the request's next page, None if no instance can take it now.
-
-    The MoE binding is first, then members of the KV binding, then extensions, its node first.
-    """
+    """Return the holder of the request's next page, None if no instance can take it now."""
     for instance in _by_preference(state, request.moe_binding, request.pages_on):
         if can_hold_next(state, request, instance):
             return instance
@@ -103,8 +100,7 @@ def _promised(
 ) -> list[tuple[int, int]] | None:
     """Return (instance, pages) of the next num_growth pages in order; None if they do not fit now.
 
-    frames_on: the KV binding's frames so far. The pages go in the proposal's turns if frames allow
-    it; else in the order of `_by_preference`.
+    The pages go in the proposal's turns if frames allow it; else in the order of `_by_preference`.
     """
     moe_binding, turns = proposal.moe_binding, proposal.turns
     promise: list[tuple[int, int]] = []

@@ -45,7 +45,6 @@ def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int)
 
 
 def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move | None:
-    """Find the longest run of pages whose row's node has no more load."""
     node_of, best, most = state.cluster.node_of, None, MIN_PAGES - 1
     slack = (sum(tokens) - 1) // (len(tokens) * HOME_SHARE)
     for gateway, num_links in enumerate(state.committed.far_to):
@@ -74,7 +73,7 @@ def _away(
     """Find pages of the most loaded node for the gateway of the least loaded one.
 
     Requests with pages there go first. A new link pays if half of the gap has least_pages and needs
-    few moves; it goes to rows of instances with links to other nodes, if any.
+    few moves.
     """
     most, gap = max(tokens), max(tokens) - min(tokens)
     if gap * len(tokens) * LEAST_NODE_SHARE < sum(tokens):

@@ -18,7 +18,6 @@ _MAX_PASSED = 32
 """Most requests that one walk tries to place but leaves in the queue."""
 
 _NOTE_US = 1_000_000
-"""Time between two notes of one request."""
 
 
 class Admission:

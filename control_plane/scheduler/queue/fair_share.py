@@ -22,7 +22,6 @@ class FairShare:
         """Service by tenant, in prompt tokens."""
         self._num_waiting: dict[str, int] = {}
         self._num_rows: dict[str, int] = {}
-        """Running rows of each tenant that has one."""
         self._idle: dict[str, None] = {}
         """Tenants that neither wait nor run, in order of their last request (an ordered set)."""
         self._last = 0

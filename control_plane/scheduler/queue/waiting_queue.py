@@ -114,7 +114,6 @@ class WaitingQueue:
         self.num_tokens -= arrival.prompt_len
 
     def _of_class(self, tenants: Mapping[str, Sequence[int]]) -> Iterator[Waiting]:
-        """Yield requests that come back, then those of the least served tenant."""
         if len(tenants) == 1:
             (ids,) = tenants.values()
             for request_id in ids:

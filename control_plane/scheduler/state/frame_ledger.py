@@ -45,8 +45,6 @@ def cut_runs(runs: list[FrameRun], count: int) -> list[FrameRun]:
 
 @dataclass(slots=True)
 class _CachedPage:
-    """The content of one frame, with counts of its readers."""
-
     page_hash: bytes
     num_owners: int = 1
     """Requests that own the frame. It is committed while there is one."""

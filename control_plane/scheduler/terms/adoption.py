@@ -30,7 +30,6 @@ class Adoption:
         """Time at which the wait for requests ends, in us; None if none is awaited."""
 
     def __len__(self) -> int:
-        """Return the number of requests that may come back."""
         return len(self._kept)
 
     def begin(self, event: TookOver, now_us: int) -> None:
@@ -125,7 +124,6 @@ class Adoption:
             yield from _places((run,))
 
     def _can_have(self, arrival: Arrival, runs: tuple[TargetRun, ...]) -> bool:
-        """All pages must be there from the first on, for it alone or shared."""
         page = 0
         for run in runs:
             if run.first_page != page:

@@ -24,7 +24,6 @@ class HeldRequests:
         self._adoption = Adoption(state, sharing, timeout_us)
         self._timeout_us = timeout_us
         self._held: dict[int, Request] = {}
-        """By request id."""
         self._until_us: int | None = None
         """Time at which the wait for front ends ends; None if all have submitted."""
 

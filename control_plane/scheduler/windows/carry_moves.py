@@ -37,7 +37,6 @@ class CarryMoves:
         """Requests whose states have arrived; their rows may continue in the next window."""
 
     def __len__(self) -> int:
-        """Return the number of states that are not at their row's place."""
         return len(self._rows.carried)
 
     def start(self) -> None:

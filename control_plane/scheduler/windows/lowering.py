@@ -27,8 +27,6 @@ _NO_CHANGES = TableChanges()
 
 
 class _Pending:
-    """Changes for one instance in the next window, without rows and routes."""
-
     __slots__ = (
         "cleared",
         "ends",
@@ -241,7 +239,8 @@ class Lowering:
         q_route, res_route = routes.take_route_changes()
         pending, self._pending = self._pending, defaultdict(_Pending)
         changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
-        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), two_lanes, num_drafts)
+        last = two_lanes, num_drafts, 0  # the coordinator names the expert table
+        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), *last)
         digests, plans = self.digests, []
         for instance in self.seats:
             before = after = digests[instance]
@@ -267,8 +266,7 @@ class Lowering:
                     tuple(of.hand_offs_out),
                     tuple(of.hand_offs_in),
                     tuple(of.ends),
-                    two_lanes,
-                    num_drafts,
+                    *last,
                 )
             header = (instance, window, first_step, num_steps, before, after)
             plans.append(_instance_plan(header + told))
@@ -294,7 +292,6 @@ class Lowering:
             self._told[instance] += digest
 
     def _tell_holders(self, request: Request, position: int) -> None:
-        """Send changes of holders from this position on, beginning with the MoE binding."""
         request.told_holder = request.moe_binding
         page = position // PAGE_SIZE
         for run in request.runs[request.run_of(position) :]:

@@ -256,7 +256,6 @@ class RowWindows:
             self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
-        """Move the row past every run that surely ends in the next window."""
         least = request.position_at(self._state.step)
         while (position := request.tail_end) < request.kv_len_max:
             if position - least >= self._num_steps:

@@ -156,7 +156,6 @@ class DeltaConfig:
         return DeltaWeights(inputs, gate_up, decay_up, conv[:, 0], rate_H1, bias_HD, norm)
 
     def _inputs_by_key_head(self, source: WeightSource, qkvz: str, ba: str) -> LinearLayer:
-        """Make `inputs` of two matrices with rows by key head."""
         import torch
 
         of_key = self.num_heads // self.num_key_heads

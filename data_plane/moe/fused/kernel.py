@@ -159,8 +159,8 @@ def store_block(state, block, expert, index, first, size, S: tl.constexpr, mask=
 
 
 @triton.jit
-def take_in(state, instance, own, source, is_new, count, epoch, S: tl.constexpr):
-    """Make one wave of the new sources' rows: lists of pairs by expert, row blocks, items.
+def take_in(state, weights, instance, own, source, is_new, count, epoch, S: tl.constexpr):
+    """Make one wave of the new sources' rows: lists of pairs by expert, row blocks, items, loads.
 
     source, is_new, count: [pad_n]. Called under the lock.
     """
@@ -194,6 +194,7 @@ def take_in(state, instance, own, source, is_new, count, epoch, S: tl.constexpr)
     tl.debug_barrier()
     after = tl.atomic_add(number_ptr, none, mask=expert < S.num_here, sem="relaxed", scope="gpu")
     size = tl.where(expert < S.num_here, after - before, 0)
+    tl.atomic_add(weights.load + expert, size, mask=size > 0, sem="relaxed", scope="gpu")
     publish_wave(state, expert, tl.where(size > 0, before, 0), size, S)
 
 
@@ -231,7 +232,7 @@ def add(ptr, value):
 
 
 @triton.jit
-def sweep(state, instance, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
+def sweep(state, weights, instance, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
     is_late, is_ended: an awaited peer then becomes the error. So do a flag that is ahead, and a
@@ -260,7 +261,7 @@ def sweep(state, instance, own, num_rows, is_late, is_ended, epoch, S: tl.conste
     if tl.max(is_wrong.to(tl.int32), 0) > 0:
         blame(state, 3, source, is_wrong, epoch, tl.where(is_over, -count, found), S)
     elif tl.max(is_new.to(tl.int32), 0) > 0:
-        take_in(state, instance, own, source, is_new, count, epoch, S)
+        take_in(state, weights, instance, own, source, is_new, count, epoch, S)
         add(state.statistic + 1, 1)
         progress = 1
     is_missing = is_out & (found < epoch)
@@ -374,7 +375,9 @@ def fused_kernel(
             if polls % _POLLS_A_LOOK == _POLLS_A_LOOK - 1:
                 is_ended = is_term_over(state.peer, S.num_instances)
             if tl.atomic_cas(word(state, LOCK), 0, 1, sem="acq_rel", scope="gpu") == 0:
-                progress = sweep(state, instance, own, num_rows, is_late, is_ended, epoch, S)
+                progress = sweep(
+                    state, weights, instance, own, num_rows, is_late, is_ended, epoch, S
+                )
                 tl.debug_barrier()
                 tl.atomic_xchg(word(state, LOCK), 0, sem="release", scope="gpu")
             polls += (is_idle & (progress == 0)).to(tl.int32)

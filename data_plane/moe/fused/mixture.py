@@ -220,10 +220,12 @@ class FusedMoe:
                 self.launch(rows, weights, max_idle=max_idle, is_last=turn == _TURNS - 1)
 
 
-def fused_weights(moe: MoeWeights, experts: GroupedExperts, number_ER: Tensor) -> FusedWeights:
-    """Return a layer's weights in the kernel's form. number_ER: SlotNames.of the layer."""
+def fused_weights(
+    moe: MoeWeights, experts: GroupedExperts, names: SlotNames, layer: int
+) -> FusedWeights:
+    """Return a layer's weights in the kernel's form."""
     gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
-    tensors = [moe.gate, gate_bias, number_ER]
+    tensors = [moe.gate, gate_bias, names.of(layer), names.loads.of(layer)]
     for weight in (experts.gate_up, experts.down):
         plain = isinstance(weight, Tensor)
         tensors += [weight, weight] if plain else [weight.values, weight.scale]
@@ -250,6 +252,9 @@ class FusedMixtures(NormedMixture):
     def place_experts(self, table: ExpertTable) -> None:
         self._names.place(table)
 
+    def loads(self) -> Tensor:
+        return self._names.loads.take()
+
     def phases(
         self,
         x_BX: Tensor,
@@ -263,7 +268,7 @@ class FusedMixtures(NormedMixture):
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
         rows = self.fused.rows(x_BX, normed_BX, live_B)
-        weights = fused_weights(moe, experts, self._names.of(layer))
+        weights = fused_weights(moe, experts, self._names, layer)
         if self.takes_turns:
             yield from self.fused.turns(rows, weights)
         else:

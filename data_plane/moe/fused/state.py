@@ -143,6 +143,8 @@ class FusedWeights(NamedTuple):
     """[G] fp32, only for the choice."""
     number: Any
     """[G, 64] int32: SlotNames.of the layer."""
+    load: Any
+    """[E] int64: SlotLoads.of."""
     gate_up: Any
     """[E + V, 2I, X]."""
     gate_up_scale: Any

@@ -39,8 +39,8 @@ class GpuAllToAll(Protocol):
     def receive(self, dispatched: Any) -> None:
         """Wait for the rows of all instances."""
 
-    def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
-        """Run the experts here on all arrived rows, and send the sums back."""
+    def run_experts(self, dispatched: Any, experts: GroupedExperts, load_E: Tensor) -> None:
+        """Run the experts here on all arrived rows; send the sums back. load_E: SlotLoads.of."""
 
     def receive_sums(self, dispatched: Any) -> None:
         """Wait for the sums of all instances."""
@@ -80,6 +80,9 @@ class GpuMixtures(NormedMixture):
     def place_experts(self, table: ExpertTable) -> None:
         self._names.place(table)
 
+    def loads(self) -> Tensor:
+        return self._names.loads.take()
+
     def phases(
         self,
         x_BX: Tensor,
@@ -104,7 +107,7 @@ class GpuMixtures(NormedMixture):
         self.all_to_all.receive(dispatched)
         yield EXPERTS
         probe("expert")
-        self.all_to_all.run_experts(dispatched, experts)
+        self.all_to_all.run_experts(dispatched, experts, self._names.loads.of(layer))
         yield WAIT
         probe("dispatch_combine")
         self.all_to_all.receive_sums(dispatched)
@@ -158,11 +161,11 @@ class GpuExpertExchange(GpuAllToAll):
     def receive(self, dispatched: GpuDispatched) -> None:
         self._exchange.wait(Channel.DISPATCH, self._arrived_N)
 
-    def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
+    def run_experts(
+        self, dispatched: GpuDispatched, experts: GroupedExperts, load_E: Tensor
+    ) -> None:
         sent, count_N = dispatched, self._arrived_N
-        pairs = find_arrived_pairs(
-            sent.x_BX, sent.number_BK, self._exchange, count_N, self._num_here
-        )
+        pairs = find_arrived_pairs(sent.x_BX, sent.number_BK, self._exchange, count_N, load_E)
         return_sums(experts.run_pairs(pairs), pairs, count_N, sent.weight_BK, self._exchange)
 
     def receive_sums(self, dispatched: GpuDispatched) -> None:
@@ -199,10 +202,11 @@ class GpuAlone(GpuAllToAll):
     def receive(self, dispatched: AloneDispatched) -> None:
         """Do nothing: all rows are here."""
 
-    def run_experts(self, dispatched: AloneDispatched, experts: GroupedExperts) -> None:
-        """Run the experts, and the shared ones beside them."""
+    def run_experts(
+        self, dispatched: AloneDispatched, experts: GroupedExperts, load_E: Tensor
+    ) -> None:
         pairs = dispatched.pairs = find_pairs(
-            dispatched.x_BX, dispatched.number_BK, experts.num_here, experts.num_shared
+            dispatched.x_BX, dispatched.number_BK, load_E, experts.num_shared
         )
         dispatched.y = experts.run_pairs(pairs)
 

@@ -93,7 +93,6 @@ def _experts(
 
 
 def _can_join(moe: MoeWeights, gemm: GroupedGemm) -> bool:
-    """True for one kind of weights and a whole width."""
     if moe.shared is None or moe.shared_gate is not None or not moe.mlps:
         return False
     first, width = moe.mlps[0], moe.mlps[0].down.shape[1]

@@ -29,15 +29,17 @@ _NUM_GATHERERS = 528
 
 @triton.jit
 def pairs_kernel(
-    number_ptr, peer_ptr, epoch_ptr, source_count_ptr, row_ptr, slot_ptr, count_ptr, number_offset,
-    instance, num_instances, num_rows, num_slots, num_routed, per_row, id_stride, num_shared,
+    number_ptr, peer_ptr, epoch_ptr, source_count_ptr, row_ptr, slot_ptr, count_ptr, load_ptr,
+    number_offset, instance, num_instances, num_rows, num_slots, num_routed, per_row, id_stride,
+    num_shared,
     IN_REGION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program e: give a slot to every row that visits local expert e, in row order.
 
     Writes int32 row_ptr [E + V, S], the row in each slot; slot_ptr [rows, K + V], -1 for an expert
-    elsewhere; count_ptr [E + V]. IN_REGION: rows and numbers are in the exchange's memory, num_rows
-    slots for each source with its count; else they are this instance's num_rows rows.
+    elsewhere; count_ptr [E + V]. Adds the counts to int64 load_ptr [E]. IN_REGION: rows and numbers
+    are in the exchange's memory, num_rows slots for each source with its count; else they are this
+    instance's num_rows rows.
     """
     e = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
@@ -85,6 +87,7 @@ def pairs_kernel(
             tl.store(slot_ptr + pair, tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=is_nowhere)
         done += tl.sum(visits, 0)
     tl.store(count_ptr + e, done)
+    tl.atomic_add(load_ptr + e, done, mask=e < num_routed, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -171,21 +174,22 @@ class Pairs:
 def find_pairs(
     x_BX: Tensor,
     number_BK: Tensor,
-    num_here: int,
+    load_E: Tensor,
     num_shared: int = 0,
 ) -> Pairs:
-    """Find the pairs of the rows of a batch with the num_here slots of an instance alone.
+    """Find the pairs of the rows of a batch with the E slots of an instance alone.
 
-    number_BK: int64, of `gate`. num_shared: experts that every live row visits.
+    number_BK: int64, of `gate`. load_E: SlotLoads.of. num_shared: experts that every live row
+    visits.
     """
-    num_rows, per_row = number_BK.shape
+    (num_rows, per_row), num_here = number_BK.shape, len(load_E)
     row_ES, slot, count_E = _tables(x_BX, num_here + num_shared, num_rows, slot_shape=(
         num_rows, per_row + num_shared
     ))  # fmt: skip
     if num_rows:
         pairs_kernel[(num_here + num_shared,)](
-            number_BK, number_BK, number_BK, count_E, row_ES, slot, count_E, 0, 0, 0, num_rows,
-            num_rows, num_here, per_row, per_row, num_shared,
+            number_BK, number_BK, number_BK, count_E, row_ES, slot, count_E, load_E, 0, 0, 0,
+            num_rows, num_rows, num_here, per_row, per_row, num_shared,
             IN_REGION=False, BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row), BLOCK_N=1,
         )  # fmt: skip
     else:
@@ -194,20 +198,21 @@ def find_pairs(
 
 
 def find_arrived_pairs(
-    x_BX: Tensor, number_BK: Tensor, exchange: GpuExchange, count_N: Tensor, num_here: int
+    x_BX: Tensor, number_BK: Tensor, exchange: GpuExchange, count_N: Tensor, load_E: Tensor
 ) -> Pairs:
     """Find the pairs of the rows that a wait for DISPATCH found in the exchange's memory.
 
-    x_BX, number_BK: a batch, for dtypes. count_N: [N] int32, rows from each instance. num_here:
-    slots of every instance.
+    x_BX, number_BK: a batch, for dtypes. count_N: [N] int32, rows from each instance. load_E:
+    SlotLoads.of.
     """
     ids, hidden = (exchange.region(Channel.DISPATCH, name) for name in ("number", "hidden"))
-    num_instances, per_row = len(count_N), number_BK.shape[1]
+    num_instances, per_row, num_here = len(count_N), number_BK.shape[1], len(load_E)
     most = num_instances * ids.num_slots
     row_ES, slot, count_E = _tables(x_BX, num_here, most, slot_shape=(most, per_row))
     pairs_kernel[(num_here,)](
-        number_BK, ids.table, ids.epoch, count_N, row_ES, slot, count_E, ids.offset, ids.instance,
-        num_instances, ids.num_slots, most, num_here, per_row, ids.stride_in(number_BK), 0,
+        number_BK, ids.table, ids.epoch, count_N, row_ES, slot, count_E, load_E, ids.offset,
+        ids.instance, num_instances, ids.num_slots, most, num_here, per_row,
+        ids.stride_in(number_BK), 0,
         IN_REGION=True, BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row),
         BLOCK_N=triton.next_power_of_2(num_instances),
     )  # fmt: skip

@@ -19,7 +19,6 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 
 _ATTACH_MS = 2_000
-"""Longest wait for a ring."""
 
 
 class PageWriters:

@@ -49,7 +49,6 @@ class PageSender:
         self._failed: set[str] = set()
         self._changed = threading.Condition()
         self._reading = threading.Lock()
-        """Held while blocks are read."""
         self._is_open = True
         self.num_pages = 0
         self._thread = threading.Thread(target=self._run, name="nanocp pages", daemon=True)

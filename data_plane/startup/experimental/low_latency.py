@@ -88,8 +88,11 @@ class LowLatencyExchange(GpuAllToAll):
     def receive(self, dispatched: LowLatencyDispatched) -> None:
         dispatched.receive()
 
-    def run_experts(self, dispatched: LowLatencyDispatched, experts: GroupedExperts) -> None:
+    def run_experts(
+        self, dispatched: LowLatencyDispatched, experts: GroupedExperts, load_E: Tensor
+    ) -> None:
         sent = dispatched
+        load_E += sent.count_E
         y_ESX = experts.run_grouped(sent.y, sent.count_E)
         sent.y, _, sent.receive = self._buffer.low_latency_combine(
             y_ESX, sent.number_BK, sent.weight_BK, sent.handle, return_recv_hook=True

@@ -109,7 +109,6 @@ class IpcMemory:
         return f"{self._places.num_instances} instances, {self._places.num_bytes} bytes"
 
     def _map(self, peer: int, deadline: float) -> int:
-        """Return a peer's mapped memory, once the peer has published it."""
         left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
         writer = f"instance {self._instance}"
         segment = self._segments.attach(self._kind, peer, writer, self._limits, left_ms)

@@ -159,7 +159,6 @@ def generate(
 
 @contextmanager
 def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """Print inner errors as sentences and exit; `chunks` came before."""
     from nanocp.client import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 
     try:

@@ -28,7 +28,6 @@ def make_checkpoint(
             "-ling: with linear attention layers; the others: K/V heads in small."
         ),
     ] = _TINY,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
     dtype: Annotated[
         Dtype,
         typer.Option(
@@ -50,9 +49,7 @@ def make_checkpoint(
 
     try:
         with Console(stderr=True).status(f"making {preset.value} in {path}"):
-            num_parameters = write(path, preset.value, seed, getattr(torch, dtype.value))
+            num_parameters = write(path, preset.value, dtype=getattr(torch, dtype.value))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-    typer.echo(
-        f"{path}: preset {preset.value}, seed {seed}, {num_parameters / 1e6:.1f} million parameters"
-    )
+    typer.echo(f"{path}: preset {preset.value}, {num_parameters / 1e6:.1f} million parameters")

@@ -124,6 +124,8 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     if config.cluster.layout == "pipeline":
         _run_pipeline(config, checkpoint, measurement, console)
         return
+    if measurement.overlap:
+        import nanocp.overlap.search  # noqa: F401 - before anything is measured
     from data_plane.model.config import ModelConfig
     from nanocp.simulator.fit.fit import as_measured, cluster_yaml, doubts, fit_cluster
     from nanocp.simulator.fit.lanes import with_lane_table
@@ -165,7 +167,6 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
 def _run_pipeline(
     config: Config, checkpoint: Path, measurement: Measurement, console: Console
 ) -> None:
-    """Fit a pipeline's predictor to passes through one stage with all layers."""
     from rich.table import Table
 
     from data_plane.model.config import ModelConfig

@@ -32,8 +32,7 @@ def chaos(
 
     Instances and the prefill are killed, or stopped, alone or several at once, also in a recovery.
     With --processes so are front ends and the controller; clients go on at another front end.
-    Requests are greedy, sampled, penalised, of three choices, with a shared beginning and long, by
-    gRPC and HTTP. `transformers` is the reference.
+    Requests are of every kind, by gRPC and HTTP; `transformers` is the reference.
     """
     from data_plane.model.config import ModelConfig
     from nanocp.cli.demo.chaos_run import ChaosRun, play

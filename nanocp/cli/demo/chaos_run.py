@@ -141,8 +141,8 @@ async def ask_all(
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
-    targets, http_urls: of each front end. disturb: runs beside them until the given time.
-    has_ended: the service is gone, which ends the run. asked, ended: see ask_for_ever.
+    disturb: runs beside them until the given time. has_ended: the service is gone, which ends the
+    run. asked, ended: see ask_for_ever.
     """
     until_s = time.monotonic() + run.seconds
     defaults = default_sampling(run.checkpoint)

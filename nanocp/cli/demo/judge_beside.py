@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # it imports torch
     from nanocp.cli.demo.judge import Judge
 
 _LOOK_S = 1.0
-"""Time between two reports."""
 
 
 class JudgeBeside:

@@ -28,7 +28,6 @@ _OUTPUT_LENS = (32, 160)
 _LONG_SHARE = 0.7
 _NUM_CHOICES = 3
 _RESUME_S = 0.3
-"""Pause before another front end is asked."""
 
 
 class _TryAgain(ValueError):

@@ -166,7 +166,6 @@ class Reader:
             self._option(f"{known}.{path}" if path else known, value)
 
     def _known(self, flag: str) -> str:
-        """The flag itself, or the only one with this prefix."""
         known = {**self._options, **self._table}
         if flag in known or not flag.startswith("--"):
             return flag
@@ -181,7 +180,6 @@ class Reader:
         return value or ""
 
     def _option(self, flag: str, value: str | None) -> None:
-        """Pass on an option of ours, with several values if repeatable."""
         if (param := self._options.get(flag)) is None:
             near = get_close_matches(flag, [*self._options, *self._table], n=1)
             right = f"did you mean {near[0]}?" if near else "see --help"
@@ -260,7 +258,6 @@ class Reader:
 
 
 def _keys_named(name: str) -> list[str]:
-    """Keys of the configuration with this end: few are options."""
     from nanocp.config.file import known_keys
 
     keys = map(".".join, known_keys())

@@ -43,9 +43,8 @@ def run(
 ) -> None:
     """Run a checkpoint in the order of a policy (DynaFlow), and beside it as it is.
 
-    Attention, experts and MLPs are operators, and what lies between. A GPU is taken if there is
-    one: only there they run side by side. Needs the extra serve, and a checkpoint, such as nanocp
-    make-checkpoint writes.
+    A GPU is taken if there is one: only there they run side by side. Needs the extra serve, and a
+    checkpoint, such as nanocp make-checkpoint writes.
     """
     import torch
     from transformers import AutoModelForCausalLM

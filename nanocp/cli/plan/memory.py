@@ -326,7 +326,7 @@ def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
 
 
 def _weights(folder: Path, model: ModelConfig) -> str:
-    """A sentence on the folder's tensors, by the index or the only file's header."""
+    """A sentence on the folder's tensors."""
     from data_plane.model.sizes import stored_shapes
     from data_plane.model.weights import open_tensors
 

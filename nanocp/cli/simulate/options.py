@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanocp.cli.options.typed import Option
-from nanocp.config.choices import at_least
+from nanocp.config.choices import at_least, between
 from nanocp.config.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
     from nanocp.simulator.outcome import Slo
     from nanocp.simulator.trial import Trial
 
-_LONGEST = 1e9
+_LONGEST = 10**9
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
 
@@ -65,10 +65,10 @@ class Scenario(Judged):
     """A policy, or fluid, the bound; repeatable."""
     seconds: Option[float | None] = None
     """Simulated seconds that are measured. Default: the time of 2,200 arrivals, at least 60."""
-    warm_up: Option[float] = 40.0
-    """Simulated seconds before them."""
     seed: Option[int] = 0
     """Seed of arrivals and lengths."""
+    warm_up: Annotated[float, between(0, _LONGEST)] = 40.0
+    """Simulated seconds before those that are measured."""
     instances: Annotated[int | None, at_least(1)] = None
     """Number of instances. Default: the cluster file's."""
     wire_form: str = ""
@@ -116,7 +116,7 @@ class Scenario(Judged):
         from nanocp.simulator.loads.workload import Workload
         from nanocp.simulator.trial import Trial
 
-        self.check_times("seconds", "warm_up")
+        self.check_times("seconds")
         file = load_cluster_file(self.cluster, self.instances)
         constants = self.constants or file.default_constants
         if self.ingest_tail_share is not None:

@@ -63,7 +63,9 @@ def run_pipeline(
     if alien := sorted(given - _HAVE_MEANING - {SET}):
         raise ValueError(f"--{alien[0].replace('_', '-')} has no meaning with --layout pipeline")
     own = {"cluster": _CLUSTER, "workload": _WORKLOAD, "policy": _POLICIES, "warm_up": _WARM_UP}
-    unset: dict[str, Any] = {name: value for name, value in own.items() if name not in given}
+    unset: dict[str, Any] = {
+        name: value for name, value in own.items() if name not in given | settings
+    }
     scenario = replace(scenario, **unset)
     outcomes = {policy: _play(scenario, policy, rate) for policy in dict.fromkeys(scenario.policy)}
     if as_json:

@@ -157,7 +157,6 @@ def _check_hashes(pages: dict[str, Any], first: Trial, scenario: Scenario) -> No
 
 
 def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_groups: int) -> _Played:
-    """Simulate each policy on clusters side by side, a column each."""
     from nanocp.cli.options.console import progress
     from nanocp.simulator.analyser.groups import play_groups
     from nanocp.simulator.loads.workload import STATIC

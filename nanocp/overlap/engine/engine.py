@@ -15,7 +15,7 @@ from nanocp.overlap.engine.comparison import altered, difference
 from nanocp.overlap.engine.merge import Writers, joined
 from nanocp.overlap.engine.partition import Program, Value
 from nanocp.overlap.engine.recording import RecordedStep, Recording, record
-from nanocp.overlap.engine.streams import Streams, launched, streams_of
+from nanocp.overlap.engine.streams import CudaStreams, launched, streams_of
 from nanocp.overlap.ops import Op, OverlapPolicy, describe
 
 logger = logging.getLogger(__name__)
@@ -27,14 +27,8 @@ class OverlapEngine:
     The policy's calls are recorded once per batch size and key, then repeated.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        policy: OverlapPolicy,
-        whole: Callable[..., Any],
-        streams_of: Callable[[Sequence[Any]], Streams | None] = streams_of,
-    ) -> None:
-        """whole: the model in program order. streams_of: makes streams for the inputs' device."""
+    def __init__(self, program: Program, policy: OverlapPolicy, whole: Callable[..., Any]) -> None:
+        """whole: the model in program order."""
         self.recordings: dict[tuple[int, Hashable], Recording | None] = {}
         """By batch size and the policy's key; None: program order."""
         self.num_copied_bytes = 0
@@ -44,11 +38,10 @@ class OverlapEngine:
         self._whole = whole
         self._writers = Writers(program)
         self._streams_of = streams_of
-        self._streams: Streams | None = None
+        self._streams: CudaStreams | None = None
         self._has_warned = False
 
     def __call__(self, *inputs: Any) -> Any:
-        """One forward."""
         number, cut = self._batch
         batch_size = inputs[number].shape[cut.dim] // cut.rows_each
         for number, cut in self._others:
@@ -165,7 +158,7 @@ class Forward:
             self._free(step)
         return self._result()
 
-    def run_on(self, streams: Streams) -> Any:
+    def run_on(self, streams: CudaStreams) -> Any:
         """Launch every step on its stream, see `run`."""
 
         def run(step: RecordedStep) -> None:
@@ -263,9 +256,9 @@ class Forward:
             outputs = list(made) if operator.is_tuple else [made]
         for place, number in enumerate(operator.outputs):
             if number in merged and place != written:
-                self._place(number, op, outputs[place].shape, outputs[place]).copy_(outputs[place])
-                self.num_copied_bytes += outputs[place].nbytes
-                outputs[place] = self._place(number, op, outputs[place].shape, outputs[place])
+                made = outputs[place]
+                outputs[place] = self._place(number, op, made.shape, made).copy_(made)
+                self.num_copied_bytes += made.nbytes
         return outputs
 
     def _place(self, number: int, op: Op, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -89,13 +89,12 @@ class Writers:
         operator = self._program.operators[number]
         key = number, merged & frozenset(operator.outputs)
         if key not in self._made:
-            self._made[key] = None
-            for place, value in enumerate(operator.outputs):
-                if value in merged:
-                    module = writer(operator.module, place if operator.is_tuple else None)
-                    if module is not None:
-                        self._made[key] = place, module
-                        break
+            found = (
+                (place, writer(operator.module, place if operator.is_tuple else None))
+                for place, value in enumerate(operator.outputs)
+                if value in merged
+            )
+            self._made[key] = next(((at, made) for at, made in found if made is not None), None)
         return self._made[key]
 
 

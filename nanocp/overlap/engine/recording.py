@@ -57,7 +57,6 @@ def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recordin
 def _complete(
     program: Program, steps: Sequence[OrderedStep], merged: frozenset[int]
 ) -> Iterator[RecordedStep]:
-    """The steps, with the values that each of them frees."""
     last: dict[tuple[int, int], int] = {}
     for place, step in enumerate(steps):
         for op in step.ops:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,38 +13,17 @@ from nanocp.overlap.ops import OrderedStep
 AnyStep = TypeVar("AnyStep", bound=OrderedStep)
 
 
-class Streams(Protocol):
-    """Streams of one forward at a time."""
+class CudaStreams:
+    """Streams of a CUDA device, of one forward at a time."""
 
-    def forked(self) -> AbstractContextManager[None]:
-        """Begin a forward on the caller's stream, which at the end waits for all others."""
-
-    def on(self, name: str) -> AbstractContextManager[None]:
-        """Launch the code inside on this stream; empty: on the caller's."""
-
-    def record(self) -> Any:
-        """Record an event on the current stream."""
-
-    def wait(self, event: Any) -> None:
-        """Make this stream wait for the event."""
-
-    def use(self, values: Iterable[Any]) -> None:
-        """Note that the current stream reads these tensors, so that their memory is kept."""
-
-
-class CudaStreams(Streams):
-    """Streams of a CUDA device."""
-
-    def __init__(self, device: torch.device, num_sms: Mapping[str, int] | None = None) -> None:
-        """num_sms: SMs of each stream's green context."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._num_sms = num_sms or {}
-        self._contexts: list[Any] = []
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._forked: set[str] = set()
 
     @contextmanager
     def forked(self) -> Iterator[None]:
+        """Begin a forward on the caller's stream, which at the end waits for all others."""
         self._outside = torch.cuda.current_stream(self._device)
         self._forked.clear()
         try:
@@ -56,9 +34,12 @@ class CudaStreams(Streams):
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
+        """Launch the code inside on this stream; empty: on the caller's."""
         stream = self._outside
         if name:
-            stream = self._streams.get(name) or self._make(name)
+            if name not in self._streams:
+                self._streams[name] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream = self._streams[name]
             if name not in self._forked:
                 self._forked.add(name)
                 stream.wait_stream(self._outside)
@@ -66,33 +47,25 @@ class CudaStreams(Streams):
             yield
 
     def record(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """Make the current stream wait for the event."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def use(self, values: Iterable[Any]) -> None:
+        """Note that the current stream reads these tensors, so that their memory is kept."""
         stream = torch.cuda.current_stream(self._device)
         for value in values:
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(stream)
 
-    def _make(self, name: str) -> torch.cuda.Stream:
-        num_sms = self._num_sms.get(name)
-        if num_sms is None:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        else:
-            context = green_context(num_sms, self._device)
-            self._contexts.append(context)  # the stream ends with it
-            stream = context.Stream()
-        self._streams[name] = stream
-        return stream
-
 
 def launched(
-    steps: Sequence[AnyStep], streams: Streams, run: Callable[[AnyStep], None]
+    steps: Sequence[AnyStep], streams: CudaStreams, run: Callable[[AnyStep], None]
 ) -> Iterator[None]:
     """Run each step on its stream, behind those that it comes after; yield before each."""
     awaited = {place for step in steps for place in step.after}
@@ -114,19 +87,3 @@ def streams_of(inputs: Sequence[Any]) -> CudaStreams | None:
         if isinstance(each, torch.Tensor) and each.is_cuda:
             return CudaStreams(each.device)
     return None
-
-
-def green_context(num_sms: int, device: torch.device) -> Any:
-    """A green context with that many multiprocessors.
-
-    Raises RuntimeError if torch or the driver lacks them.
-    """
-    from torch.cuda import green_contexts
-
-    made = green_contexts.GreenContext
-    if not green_contexts.SUPPORTED or not hasattr(made, "Stream"):
-        raise RuntimeError(f"torch {torch.__version__} has no streams of green contexts")
-    known = inspect.signature(made.create).parameters
-    number = "device_id" if "device_id" in known else "device"
-    arguments: dict[str, Any] = {"num_sms": num_sms, number: device.index or 0}
-    return made.create(**arguments)

@@ -20,9 +20,6 @@ class Sequential(OverlapPolicy):
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
         self.rules = rules
 
-    def begin(self, ops: Ops) -> None:
-        return
-
     def next_round(self, ops: Ops) -> None:
         ops.execute(ops.get_ready_ops(0)[:1])
 

@@ -33,15 +33,13 @@ class Scheduled(Sequential):
         self._parts = list(pairwise(sorted(edges)))
         self._slots: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
         """(tag, micro-batch) -> its slot's start and micro-batches."""
-        for name, begin, end, start_us in sorted(
-            (slot.nano.operation.name, slot.nano.begin, slot.nano.end, slot.start_us)
-            for slot in schedule.slots
-        ):
+        for (operation, first, last), start_us, _ in schedule.slots:
             group = tuple(
                 number
-                for number, part in enumerate(self._parts)
-                if begin <= part[0] and part[1] <= end
+                for number, (begin, end) in enumerate(self._parts)
+                if first <= begin and end <= last
             )
+            name = operation.name
             for number in group:
                 if (name, number) in self._slots:
                     raise ValueError(f"the schedule has rows of {name} twice")

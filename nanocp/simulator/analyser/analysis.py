@@ -226,8 +226,6 @@ class _Search:
         return replace(way, **self._rate(trial, way.rate_per_s, FINE_PRECISION, 0.0))
 
     def _rate(self, trial: Trial, near: float, precision: float, least: float) -> dict[str, Any]:
-        """Fields of Way, from a search near the given rate."""
-
         def tried(rate: float, is_sustained: bool) -> None:
             self.on_way(f"{trial.policy}: {rate:.3g}/s {'held' if is_sustained else 'missed'}")
 
@@ -282,7 +280,6 @@ def _way(trial: Trial) -> Way:
 
 
 def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:
-    """Time the sampled loads of both ways again under changed constants."""
     costs = trial.file.costs_of(trial.constants)
     if not best.timeline.samples or not ours.timeline.samples:
         return

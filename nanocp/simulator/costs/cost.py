@@ -239,7 +239,6 @@ class CostModel:
     def _slowest_first_phase(
         self, loads: Loads, num_queries: int = 1
     ) -> tuple[float, float, float]:
-        """The longest first phase of all instances; times by rows and links are cached."""
         costs, shares, without_tokens = self._costs, self._num_shares, self._without_tokens
         ps_per_token = costs.ps_per_token(num_queries)
         slowest, longest_us = (0.0, 0.0, 0.0), -1.0

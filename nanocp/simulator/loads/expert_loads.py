@@ -48,9 +48,10 @@ def home_imbalance(shares: Sequence[float], num_instances: int) -> float:
 def expert_imbalance(text: str, model: ModelShape, num_instances: int) -> float:
     """Pairs of the busiest instance over the mean, on average of the MoE layers.
 
-    text: lognormal:DEVIATION, zipf:EXPONENT, or a JSON file of `nanocp experts --json`, of which
-    `num_experts` and `pairs` are read: for each MoE layer (also one that drafts) each instance's
-    number of pairs. Raises ValueError, naming the field.
+    text: lognormal:DEVIATION, zipf:EXPONENT, or a JSON file of `nanocp experts --json`. It has, for
+    each MoE layer (also one that drafts), the pairs of each instance, and of each expert (loads):
+    these count for another number of instances, with experts at home. Raises ValueError, naming the
+    field.
     """
     if not model.num_experts:
         raise ValueError(f"experts is {text}; this model has none")
@@ -67,22 +68,28 @@ def expert_imbalance(text: str, model: ModelShape, num_instances: int) -> float:
         return fmean(home_imbalance(layer, num_instances) for layer in drawn)
     try:
         found = json.loads(Path(text).read_text())
-        layers = [[int(each) for each in layer] for layer in found["pairs"]]
-        found_shape = (found["num_experts"], len(layers), *{len(layer) for layer in layers})
+        numbers = found["pairs"], found["loads"]
+        pairs, loads = ([[float(each) for each in layer] for layer in one] for one in numbers)
+        found_shape = (found["num_experts"], len(pairs), len(loads))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"experts: {text} is no file of `nanocp experts --json` (num_experts, and pairs by "
-            f"MoE layer and instance), nor lognormal:1.2 or zipf:1.1: {error}"
+            f"experts: {text} is no file of `nanocp experts --json` (num_experts, pairs and loads "
+            f"by MoE layer), nor lognormal:1.2 or zipf:1.1: {error}"
         ) from error
-    mine = [(model.num_experts, model.num_moe_layers + more, num_instances) for more in (0, 1)]
-    if found_shape not in mine:
+    num = model.num_moe_layers
+    mine = [(model.num_experts, each, each) for each in (num, num + 1)]
+    if found_shape not in mine or {len(layer) for layer in loads} != {model.num_experts}:
         raise ValueError(
-            f"experts: {text} has (num_experts, MoE layers, instances) {found_shape}; simulated "
-            f"are {mine[0]}"
+            f"experts: {text} has (experts, MoE layers of pairs, of loads) {found_shape}; "
+            f"simulated are {mine[0]}"
         )
-    if (low := min(map(min, layers))) < 0:
-        raise ValueError(f"experts: {text} has pairs below zero ({low})")
-    return fmean(max(layer) * num_instances / max(1, sum(layer)) for layer in layers)
+    if (low := min(min(layer, default=0) for layer in pairs + loads)) < 0:
+        raise ValueError(f"experts: {text} has pairs below zero ({low:g})")
+    if {len(layer) for layer in pairs} == {num_instances}:
+        uneven = [max(layer) * num_instances / sum(layer) for layer in pairs if any(layer)]
+    else:
+        uneven = [home_imbalance(layer, num_instances) for layer in loads if any(layer)]
+    return fmean(uneven or [1.0])
 
 
 def with_a_slot_more(num_experts: int, per_token: int, num_instances: int) -> tuple[float, float]:

@@ -202,7 +202,6 @@ def _constants(
     us: Sequence[float],
     more: Mapping[str, Callable[[PassFeatures], float]] | None = None,
 ) -> _Fitted:
-    """The constants; 0 for features that no pass has."""
     features = _FEATURE | dict(more or {})
     there = [name for name in names if any(map(features[name], found))]
     rows = [[features[name](each) for name in there] for each in found]
@@ -211,7 +210,6 @@ def _constants(
 
 
 def _least_squares(rows: list[list[float]], values: Sequence[float]) -> tuple[list[float], float]:
-    """The factors of the columns, and their squared relative error."""
     import numpy
 
     if not rows:

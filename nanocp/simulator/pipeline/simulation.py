@@ -201,14 +201,12 @@ class PipelineSimulation:
             self._plan()
 
     def _come_back(self, preempted: Preempted) -> None:
-        """Submit a preempted request again, as the front end does."""
         asked = self._asked[preempted.request_id]
         self._recorder.num_preempted += 1
         left = asked.request.max_tokens - asked.num_tokens
         self._events.append(Arrival(preempted.request_id, preempted.num_tokens, left, resumes=True))
 
     def _token(self, request_id: int) -> Finished | None:
-        """Record a token; returns the request's row if that ends it."""
         asked = self._asked.get(request_id)
         if asked is None:  # it stopped while later passes had its row
             return None

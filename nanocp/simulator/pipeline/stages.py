@@ -163,7 +163,6 @@ class Stages:
         return item.number < stage.num_hidden
 
     def _run_layers(self, stage: SimulatedStage, item: TimedPass) -> None:
-        """Run up to the next layer whose KV has not come, or to the end."""
         end = stage.first + stage.num_layers
         coming = [layer for layer, count in stage.expected.items() if count > 0]
         stop = min((layer for layer in coming if stage.next_layer <= layer < end), default=end)
@@ -229,7 +228,6 @@ class Stages:
     # --- layers
 
     def _take_moves(self, stage: SimulatedStage, item: LayerMoves) -> None:
-        """Start a stage's transfers of a layer move, and change its layers."""
         moves = [move for move in item.moves if move.frames]
         stage.num_parts += 1 + sum(stage.index in (move.source, move.target) for move in moves)
         for move in moves:

@@ -51,7 +51,6 @@ def story_values(story: Story) -> dict[str, Any]:
 
 
 def _show_nodes(console: Console, decision: Decision, instances_per_node: int) -> None:
-    """The request's node before placement, and those with the fewest rows."""
     own = {
         instance // instances_per_node
         for instance in (decision.proposal.moe_binding, *decision.pages_on)

@@ -5,7 +5,7 @@ import pytest
 from control_plane.frontend.access.token_owners import TokenOwners
 from control_plane.frontend.client_stream import Choice
 from control_plane.frontend.streams import ClientStreams
-from harness.hash_clusters.hash_seeds import play
+from harness.hash_clusters.kinds.hash_seeds import play
 from harness.services.frontend_fakes import FakeController, Recorder
 from nanocp.values.plan import Placement
 from nanocp.values.sampling import SamplingParams, Token

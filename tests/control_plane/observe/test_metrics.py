@@ -13,7 +13,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.frontend.access.api_keys import OperatorKeys
-from control_plane.observe.metrics.families import INSTANCES, READ, RECOVERY, REQUESTS, SCHEDULING
+from control_plane.observe.metrics.families import (
+    EXPERTS,
+    INSTANCES,
+    READ,
+    RECOVERY,
+    REQUESTS,
+    SCHEDULING,
+)
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.observe.observer import EndedRequest
@@ -349,15 +356,16 @@ def test_the_load_of_a_seat_that_leaves_counts_what_it_has_and_nothing_as_free()
 def test_the_page_has_each_row_of_the_table():
     metrics = Metrics(CLUSTER, SchedulerConfig(), ("http://a:1",))
     metrics.offload.planned(OffloadReading((3, 1), (9, 4), (5, 2), 448))
+    metrics.experts.reported([1.0])
     StageMetrics(metrics.registry, num_stages=2)
     page = {
         family.name.removeprefix("nanocp:"): family
         for family in metrics.registry.collect()
         if not family.name.startswith("process_")
     }
-    expected = {*READ, *SCHEDULING, *INSTANCES, *RECOVERY, *REQUESTS}
+    expected = {*READ, *SCHEDULING, *INSTANCES, *EXPERTS, *RECOVERY, *REQUESTS}
     assert set(page) == expected, f"only in the table, or only set: {set(page) ^ expected}"
-    for rows in (READ, SCHEDULING, INSTANCES, RECOVERY, REQUESTS):
+    for rows in (READ, SCHEDULING, INSTANCES, EXPERTS, RECOVERY, REQUESTS):
         for name, row in rows.items():
             assert (page[name].documentation, page[name].type) == (row.help, KINDS[row.kind]), name
             known = {

@@ -4,7 +4,7 @@ import pickle
 
 from control_plane.observe.timelines import Timelines, sentences
 from control_plane.scheduler.scheduler import Scheduler
-from harness.hash_clusters import hash_seeds
+from harness.hash_clusters.kinds import hash_seeds
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.offload import page_hashes

@@ -198,6 +198,9 @@ def test_half_of_the_greedy_drafts_are_right_at_any_degree_and_in_lanes(plain):
         )
         assert [p.output for p in prompts] == [p.output for p in plain]
         shares.append(share(cluster))
+        lanes_of = [lane for each in cluster.instances.values() for lane in each.startup.lanes]
+        *of_layers, of_mtp = sum(lane.step.loads() for lane in lanes_of).sum(dim=1).tolist()
+        assert len({*of_layers}) == 1 and 0 < of_mtp < of_layers[0], "the MTP layer is the last"
     assert min(shares) >= 0.45 and max(shares) - min(shares) <= 0.02, shares  # seen: .49 each
 
 

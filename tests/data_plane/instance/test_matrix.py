@@ -12,7 +12,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from data_plane.instance import decode
+from data_plane.instance import decode, drafting
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.startup import cpu
@@ -40,7 +40,7 @@ FUSED, EXCHANGE = ({"dispatch_backend": backend} for backend in ("fused", "excha
 AT_4, AT_CHAOS = {"policy": "fixed_degree:4"}, {"policy": "chaos"}
 # Sixteen experts by a table that was drawn for each layer, some twice; on three instances they do
 # not divide.
-DRAWN = {"experts": partial(table_of, seed=1)}
+DRAWN = {"experts": partial(table_of, seed=1), "redundant_experts": 3}
 THREE = {"num_instances": 3}
 IN_STATES = [
     ("tiny-qwen3-next", "forced degree 4", 1, "torch", 1),
@@ -77,6 +77,9 @@ QUICK = [
     ("tiny", "chaos", FUSED | {"num_tokens": 40}),
     ("tiny", "chaos", EXCHANGE | K4 | DRAWN | {"num_tokens": 40}),
     ("tiny", "chaos, absorbed", FUSED | {"num_tokens": 40}),
+    ("tiny", "experts move", FUSED | K4),
+    ("tiny", "experts move", EXCHANGE | TORCH | THREE | {"lanes": "random"}),
+    ("tiny-glm4-moe, with an MTP layer", "experts move", EXCHANGE | {"num_drafts": 2}),
     ("tiny", "resyncs", {}),
     ("tiny", "lanes, chaos", K4 | {"lanes": "random"}),
     ("tiny", "conversations", AT_4 | K4),
@@ -168,21 +171,23 @@ ORDERS = {"lanes": "random", "lane_table": TABLE}
     ("tiny-glm4-moe, with an MTP layer", "drafts", ORDERS | DRAFTS),
 ])])  # fmt: skip
 def test_every_order_of_a_lane_table_is_exact(models, monkeypatch, model, story, settings):
-    played, name_of, run_in_turns = set(), {}, decode.run_in_turns
+    name_of, run_in_turns, played = {}, decode.run_in_turns, {decode: set(), drafting: set()}
 
     def named(order):
         name_of[policy := lane_policy(order)] = order
         return policy
 
-    def noted(steps, exchange, policy):
-        played.add(name_of[policy])
+    def noted(module, steps, exchange, policy):
+        played[module].add(name_of[policy])
         return run_in_turns(steps, exchange, policy)
 
     monkeypatch.setattr(cpu, "lane_policy", named)
-    monkeypatch.setattr(decode, "run_in_turns", noted)
+    for module in played:
+        monkeypatch.setattr(module, "run_in_turns", partial(noted, module))
     prompts = MORE_STORIES[story](models(model).path, **settings)
     assert_exact(models(model).oracle, prompts)
-    assert played == {*LANE_ORDERS, PRIORITY}
+    assert played[decode] == {*LANE_ORDERS, PRIORITY}
+    assert played[drafting] == (played[decode] if "num_drafts" in settings else set())
 
 
 def test_every_family_and_each_pair_of_what_disturbs_states_is_quick():

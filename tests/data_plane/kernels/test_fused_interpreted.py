@@ -262,6 +262,8 @@ def test_an_epoch_that_was_abandoned_is_forgotten_and_the_lost_instance_is_left_
     case = drawn(sizes, 1, num_rows=(2, 2, 2))
     case.launch(0, max_idle=1, is_last=False)
     case.layers = [[], [], []]
+    for weights in case.weights:
+        weights.load.zero_()  # rows that were taken in count
     memories = PeerMemory.create_all(case.exchanges[0].places, torch.device("cpu"), [0, 2])
     for memory in memories:
         case.exchanges[memory.instance].attach(memory, term=2)

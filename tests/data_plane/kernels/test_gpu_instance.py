@@ -243,6 +243,24 @@ def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instance
 
 
 @without_gpu
+@pytest.mark.parametrize("dispatch", ["exchange", "nixl_ep"])
+def test_experts_move_while_rows_go_on(mini, two_instances, monkeypatch, dispatch):
+    """Slots are written from a thread beside the steps, and rows come once all are filled."""
+    (path, oracle), (config, _) = mini, two_instances
+    stand_in_for_nixl_ep(monkeypatch)
+    data_plane = replace(config.data_plane, dispatch_backend=dispatch)
+    cluster = replace(config.cluster, expert_load_mb_per_s=1000)
+    config = replace(config, data_plane=data_plane, cluster=cluster)
+    prompts = []
+    with DecodeCluster(config, path) as cluster:
+        while cluster.moved.counts["moves_done"] < 3:
+            assert len(prompts) < 10, cluster.moved.counts
+            prompts += cluster.run([greedy_prompt(2 + 8 * len(prompts), 12)])
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 12
+
+
+@without_gpu
 def test_states_of_rows_travel_between_instances(two_instances, models):
     """They come from the prefill as pages, and move with their rows."""
     (config, _), model = two_instances, models("tiny-kimi-linear, mini")

@@ -217,11 +217,12 @@ def test_pairs_are_those_of_the_live_rows(num_shared):
     down = normal(len(held) + num_shared, width, inner, seed=3)
     grouped = GroupedExperts(TritonGemm(), gate_up, down, num_shared)
     slowly = GroupedExperts(ReferenceGemm(), gate_up, down, num_shared)
-    norm = normal(width, seed=4)
+    norm, load = normal(width, seed=4), torch.arange(len(held))
     with poisoned():
-        pairs = find_pairs(x, slot, len(held), num_shared)
+        pairs = find_pairs(x, slot, load, num_shared)
         found = sum_pairs(x, grouped.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
         other = sum_pairs(x, slowly.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
+    assert load.tolist() == [place + int((slot == place).sum()) for place in range(len(held))]
     rows = GroupedExperts(ReferenceGemm(), gate_up[:3], down[:3])
     y = torch.zeros_like(x)
     y[live] = visited(rows, x[live], slot[live], weight[live])
@@ -257,7 +258,7 @@ def test_deep_gemm_gets_only_the_rows_that_are_there():
     down = normal(2, width, inner, seed=3) * inner**-0.5
     experts = GroupedExperts(gemm, gate_up, down)
     with poisoned():
-        pairs = find_pairs(x, slot, 2)
+        pairs = find_pairs(x, slot, torch.zeros(2, dtype=torch.int64))
         values, scale = lay_out(x, pairs.count_E, num_rows, pairs, is_fp8=True)
         y = experts.run_pairs(pairs).view(2, num_rows, width)
     rows, counts, _ = group_rows(x[live], slot[live], 2, 4)

@@ -4,7 +4,6 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,6 @@ from harness.gpu_stand_ins import deep_ep_stand_in
 from harness.gpu_stand_ins.fake_nvshmem import FakeLibrary, Group
 from harness.gpu_stand_ins.weak_memory import WeakMemory, network
 from harness.gpu_stand_ins.whole_instances import stand_in_for_deep_ep
-from harness.transports.random_tables import table_of
 from harness.transports.tcp_nodes import tcp_nodes
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.sampling import SamplingParams
@@ -78,16 +76,16 @@ def by_nvshmem(two_instances, monkeypatch):
 def test_instances_of_two_nodes_meet_by_nvshmem(mini, by_nvshmem, dispatch):
     """Each is alone at first; then NVSHMEM's memory is taken, and its module initialised.
 
-    Beside DeepEP it is DeepEP that starts it, and both are in one group.
+    Beside DeepEP it is DeepEP that starts it, and both are in one group. Experts move.
     """
     (path, oracle), (configured, group, libraries) = mini, by_nvshmem
-    prompt, config = (
-        Prompt(list(range(2, 72)), SamplingParams(max_tokens=3, temperature=0.0)),
-        configured(dispatch),
-    )
-    experts = partial(table_of, seed=1)
-    with network(WeakMemory(group, seed=1)), DecodeCluster(config, path, 0, experts) as cluster:
-        cluster.run([prompt])
+    config, prompts = configured(dispatch), []
+    moving = replace(config, cluster=replace(config.cluster, expert_load_mb_per_s=1000))
+    with network(WeakMemory(group, seed=1)), DecodeCluster(moving, path) as cluster:
+        while not cluster.moved.counts["moves_done"]:
+            ids = [*range(2, 72 - len(prompts))]
+            prompts += cluster.run([Prompt(ids, SamplingParams(max_tokens=5, temperature=0.0))])
+            assert len(prompts) < 10, cluster.moved.counts
         selected = cluster.instances[0].selected
     assert [library.modules for library in libraries.values()] == [[5], [5]]
     num_users = 1 + (dispatch == "deep_ep")
@@ -98,7 +96,8 @@ def test_instances_of_two_nodes_meet_by_nvshmem(mini, by_nvshmem, dispatch):
     )
     assert f"dispatch: {expected}" in selected
     assert any(each.startswith("exchange: nvshmem, experimental") for each in selected)
-    assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 5
 
 
 @pytest.mark.parametrize(("dispatch", "fault", "sentence"), [

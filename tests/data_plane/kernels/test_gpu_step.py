@@ -1,5 +1,6 @@
 """The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,18 +12,46 @@ from data_plane.graph.pool_cpu import LocalPages
 from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.moe.fused.mixture import FusedMixtures
+from data_plane.moe.gate import gate
 from data_plane.moe.gpu.rows import route_rows
+from data_plane.moe.rows import name_slots
 from data_plane.step.triton_returned import merge_returned
 from data_plane.transport.gpu.cuda_ipc import Region
 from harness.gpu.gpu_cluster import GpuCluster
 from harness.kernels.kernel_cases import make_partials, poisoned
 from harness.kernels.slow_references import reference_lse_merge
+from harness.transports.random_tables import table_of
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.overlap.policies.registry import lane_policy
 from nanocp.values.table_changes import PageRun
 
 CPU = torch.device("cpu")
+
+
+def count_named(cluster):
+    """Count from now on, by plain functions, the slots that live rows name: [lane, layer, N, S]."""
+    names = cluster.instances[0].step.mixture._names
+    layers, num_instances = list(names._of_layer), len(cluster.instances)
+    shape = len(cluster.lanes), len(layers), num_instances, names.num_slots
+    count_LLNS = torch.zeros(shape, dtype=torch.int64)
+
+    def watch(mixture, seat, count_LNS):
+        phases = mixture.phases
+
+        def counted(x_BX, normed_BX, live_B, layer, *more):
+            expert_BK, _ = gate(normed_BX, mixture._layers[layer].moe, cluster.model)
+            number_BK = name_slots(expert_BK, live_B, mixture._names.of(layer), seat)
+            counts = torch.bincount(number_BK[live_B].flatten(), minlength=count_LNS[0].numel())
+            count_LNS[layers.index(layer)] += counts.view_as(count_LNS[0])
+            return phases(x_BX, normed_BX, live_B, layer, *more)
+
+        mixture.phases = counted
+
+    for lane, count_LNS in zip(cluster.lanes, count_LLNS, strict=True):
+        for seat, instance in lane.items():
+            watch(instance.step.mixture, seat, count_LNS)
+    return count_LLNS
 
 
 @pytest.mark.parametrize(("name", "how", "lengths"), [
@@ -43,7 +72,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
 
     Each lane has tables, regions and epochs of its own. A state goes with its row, and a prompt of
     a token has none yet. Tokens over FP8 are exact, because e4m3 times its scales is, in fp32. With
-    redundant slots experts are anywhere, in each layer elsewhere, and some have replicas.
+    redundant slots experts move anywhere, in each layer elsewhere, and some have replicas.
     """
     model, num_lanes = models(name), how.get("num_lanes", 1)
     backend = {each: how[each] for each in how if each == "dispatch_backend"}
@@ -54,8 +83,13 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
     cluster = GpuCluster(model.path, num_parts=2, data_plane=data_plane, **keys)
     cluster.add_drawn(lengths, (1, 2, 2)[: len(lengths)])
     num_steps = 2 if num_lanes == 2 or "FP8" in name else 3
+    named_LLNS = None if "llama" in name else count_named(cluster)
     with poisoned():
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            if number and "num_redundant" in how:
+                cluster.table = table_of(cluster.model, cluster.cluster, seed=number)
+                for lane, seat in product(cluster.lanes, cluster.seats):
+                    cluster._place_experts(seat, lane[seat])
             cluster.step()
     cluster.assert_exact(model.oracle)
     assert all(len(request.output) == num_steps for request in cluster.requests)
@@ -63,6 +97,11 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(models, nam
     assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
     mixture = cluster.instances[0].step.mixture
     assert (mixture is None) == ("llama" in name), "without experts nothing is dispatched"
+    if mixture is not None:
+        for lane, named_LNS in zip(cluster.lanes, named_LLNS, strict=True):
+            for seat, instance in lane.items():
+                assert instance.step.loads().equal(named_LNS[:, seat])
+                assert not instance.step.loads().any(), "they were read already"
     if mixture is not None and "dispatch_backend" in how:
         assert isinstance(mixture, FusedMixtures) == (how["dispatch_backend"] == "fused")
     if "FP8" in name:

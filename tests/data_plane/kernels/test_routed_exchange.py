@@ -36,6 +36,19 @@ def test_rows_and_partials_arrive_where_random_routes_say():
         case.check()
 
 
+def test_loads_are_of_the_slots_that_live_rows_name():
+    case, generator = ExchangeCase(3, 2, has_experts=True), torch.Generator().manual_seed(2)
+    expected_NE = torch.zeros_like(case.load)
+    for _ in range(3):
+        case.fill([], generator)
+        case.run_layer()
+        case.check()
+        named = case.expert[case.live].flatten()
+        expected_NE += torch.bincount(named, minlength=expected_NE.numel()).view_as(expected_NE)
+        assert case.load.equal(expected_NE)
+    assert not case.live.all() and expected_NE.any(dim=1).all()
+
+
 @pytest.mark.parametrize("requests", [
     pytest.param([], id="no request"),
     pytest.param([(0, 1, (1,)), (1, 0, (0,))], id="no link"),

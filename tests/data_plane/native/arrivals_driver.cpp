@@ -26,7 +26,9 @@ static void expect(const char* what, const std::vector<ExpertRows<float, float>*
 
 int main() {
     const float* weights[SLOTS] = {};
+    int64_t loads[SLOTS] = {};
     MixtureLayer<float, float> of{};
+    of.loads = loads;
     of.gate_up = of.down = weights;
     of.first = SLOTS;  // the second instance
     of.X = X;

@@ -70,10 +70,11 @@ struct Rows {
 
 struct Layer {
     std::vector<int32_t> table;
+    std::vector<int64_t> loads;
     std::vector<const float*> gate_up, down;
     MixtureLayer<float, float> of;
 
-    Layer(const Weights& weights, long instance, long N) : table(E * 64, 1) {
+    Layer(const Weights& weights, long instance, long N) : table(E * 64, 1), loads(E / N) {
         for (long e = 0; e < E; ++e) {
             table[e * 64 + 1] = int32_t(e);
             if (e / (E / N) != instance) continue;
@@ -82,7 +83,7 @@ struct Layer {
         }
         of = {weights.gate.data(), weights.bias.data(), gate_up.data(), down.data(),
               weights.gate_up[E].data(), weights.down[E].data(), table.data(),
-              X, E, 1, 1, K, E / N, instance * (E / N), I, I, 1.0f, 0, 1};
+              loads.data(), X, E, 1, 1, K, E / N, instance * (E / N), I, I, 1.0f, 0, 1};
     }
 };
 

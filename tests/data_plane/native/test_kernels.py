@@ -159,7 +159,7 @@ def test_experts(both, num_rows, limit):
             arrived[1][name][: len(sent)] = tensor[sent]
         arrived[0]["count"][0], arrived[1]["count"][0] = 0, len(sent)
         own_sum, counts = kernels.visit_experts(
-            *(x_TX, expert_TK, weight_TK, own, arrived, answers),
+            *(x_TX, expert_TK, weight_TK, own, [*zip(arrived, answers, strict=True)]),
             *(replace(weights.layers[1].moe, limit=limit), first),
         )
         assert counts == [0, len(sent)] and answers[0]["hidden"].isnan().all()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.model.config import ModelConfig
+from data_plane.moe.experts import visit_experts
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import cpu_kernels
@@ -84,6 +85,18 @@ def test_bit_equal_whatever_arrives_first(config, form, kind, seed):
     expected = case.run(case.in_parts)
     outs = case.run(case.in_one_call(2, MoeSchedule.ARRIVAL), kind, lambda *where: delays[where])
     assert_equal(outs, expected)
+
+
+@pytest.mark.parametrize("how", ["torch", "native", "one call"])
+def test_loads_are_of_the_slots_that_live_rows_name(config, how):
+    """Own rows, and those that arrive late, visit replicas; loads are read after each layer."""
+    table = random_table(config.num_experts, 3, seed=5, num_layers=2)
+    case = MixtureCase(config, FASTEST, 3, seed=5, num_epochs=6, table=table)
+    if how == "torch":
+        case.packing.visit_experts = visit_experts
+    make = case.in_one_call(2, MoeSchedule.ARRIVAL) if how == "one call" else case.in_parts
+    case.run(make, "shm", lambda instance, epoch: 0.002 * instance)
+    assert_equal(case.loads, case.expected_loads())
 
 
 def test_experts_that_begin_while_rows_are_awaited(config):

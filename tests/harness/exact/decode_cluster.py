@@ -35,11 +35,14 @@ from data_plane.startup.shared_parts import model_of, new_carry, torch_dtype, wi
 from data_plane.transport import futex
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
+from harness.exact.moved_experts import MovedExperts
 from harness.exact.one_processor import one_processor
 from harness.exact.reference_prefill import prefill_pages
 from harness.hash_clusters.followed_tables import corrupted, follow, full
 from nanocp.config.whole import Config
+from nanocp.values.commands import ChangeExperts
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import ExpertLoad, ExpertsHere
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     CARRY_PAGE,
@@ -121,7 +124,14 @@ class DecodeCluster:
         self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
         self._model = model_of(config, checkpoint)
+        self._inboxes = [queue.Queue() for _ in range(config.cluster.num_instances)]
+        self.moved: MovedExperts | None = None
+        """Experts that move at random; None: they stay."""
         self._experts = experts and experts(self._model, config.cluster)
+        if config.cluster.expert_load_mb_per_s:
+            num_experts = self._model.num_experts
+            self.moved = MovedExperts(config.cluster, num_experts, self._inboxes)
+            self._experts = self.moved.table
         self._prefill_of = known_prefill(
             checkpoint, self._model, torch_dtype(config.data_plane), config.prefill.chunk_tokens
         )
@@ -138,7 +148,6 @@ class DecodeCluster:
         """Page moves, and tickets whose pages all came from slots."""
         self._done = [0] * num
         self._outbox: queue.Queue = queue.Queue()
-        self._inboxes = [queue.Queue() for _ in range(num)]
         self._threads = [
             threading.Thread(target=self._run_instance, args=(index,), daemon=True)
             for index in range(num)
@@ -300,6 +309,8 @@ class DecodeCluster:
         for fence in plan.fences:
             for instance in fence.instances:
                 self._inboxes[instance].put(fence)
+        if self.moved is not None:
+            plan = self.moved.sent(plan)
         follow(self._shadows, plan.instances)
         for instance_plan in plan.instances:
             index = instance_plan.instance
@@ -317,7 +328,11 @@ class DecodeCluster:
             if isinstance(event, WindowDone):
                 self._done[event.instance] = event.window + 1
                 self.reports.append(event)
-        return list(polled.events), list(polled.tokens)
+            if self.moved is not None:
+                self.moved.heard(event)
+        of_experts = ExpertLoad, ExpertsHere
+        events = [event for event in polled.events if not isinstance(event, of_experts)]
+        return events, list(polled.tokens)
 
     _prefill_lock = threading.Lock()
 
@@ -365,7 +380,9 @@ class DecodeCluster:
         instance = build_instance(self.config, index, segments, self._checkpoint)
         self.instances[index] = instance
         if self._experts is not None:
-            instance.place_experts(self._experts)
+            instance.experts.slots.place(self._experts)
+        if self.moved is not None:
+            instance.experts.report_s = 0.0
         instance.connect()
         self._outbox.put(instance.poll())
         try:
@@ -392,6 +409,8 @@ class DecodeCluster:
                         instance.pages.copy_arrived_pages()
                         instance.pages.send_pages()
                         instance.run_step()
+                elif isinstance(message, ChangeExperts):
+                    instance.experts.change(message.number, message.table)
                 elif isinstance(message, Transfer) and message.source == index:
                     instance.pages.send(message)
                 elif isinstance(message, Transfer):

@@ -59,6 +59,19 @@ def chaos(checkpoint: Path, num_tokens: int = 26, **settings: Any) -> list[Promp
     return prompts
 
 
+def experts_move(checkpoint: Path, **settings: Any) -> list[Prompt]:
+    """Experts go to other slots, twenty times or more, while rows change their bindings."""
+    prompts: list[Prompt] = []
+    moves = {"redundant_experts": 2, "expert_load_mb_per_s": 1000}
+    with cluster_of(
+        checkpoint, policy="chaos", chaos_period_windows=2, **moves, **settings
+    ) as cluster:
+        while cluster.moved.counts["moves_done"] < 20:
+            assert len(prompts) < 300, cluster.moved.counts
+            prompts += cluster.run(make_prompts((1, 40, 64, 130, 300), num_tokens=40))
+    return prompts
+
+
 def resyncs(checkpoint: Path, **settings: Any) -> list[Prompt]:
     """Every fifth plan comes corrupted, while rows change their bindings and pages move."""
     chaotic = {"policy": "chaos", "chaos_period_windows": 1, "lost_share": 1 / 5}
@@ -177,6 +190,7 @@ STORIES: dict[str, Callable[..., list[Prompt]]] = {
 """What every family plays."""
 MORE_STORIES = {
     "resyncs": resyncs,
+    "experts move": experts_move,
     **{
         f"lanes, degree {degree}": partial(forced_in_lanes, degree=degree) for degree in range(1, 5)
     },

@@ -158,7 +158,7 @@ class SplitDecoder:
         all_rows = torch.arange(len(x_BX))
         out = sum(
             self.ops.visit_experts(
-                x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe, layer.moe.held[0]
+                x_BX, expert_BK, weight_BK, all_rows, [], layer.moe, layer.moe.held[0]
             )[0]
             for layer in layers
         )

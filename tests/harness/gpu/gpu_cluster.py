@@ -23,8 +23,9 @@ from data_plane.kv.page_ring import copy_bytes
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
-from data_plane.model.weights import expert_range, load_experts, load_weights
+from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
+from data_plane.moe.expert_weights import ExpertWeights
 from data_plane.moe.fused.mixture import FusedMixtures
 from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.moe.gpu.gpu_weights import place_weights
@@ -124,10 +125,9 @@ class GpuCluster:
             placed = place_weights(
                 weights, self.device, gemm, max_len, is_fused, slots, is_alone=num_instances == 1
             )
-            self._held[instance] = partial(
-                load_experts, checkpoint, model, self.dtype, placed.weights, packing=packing,
-                put=placed.put_expert,
-            )  # fmt: skip
+            self._held[instance] = ExpertWeights(
+                checkpoint, model, self.dtype, placed.weights, instance, packing, placed.put_expert
+            )
             frames = None
             for lane in lanes:
                 lane[instance] = gpu_parts(
@@ -246,7 +246,7 @@ class GpuCluster:
 
     def _place_experts(self, seat, instance):
         if self.table is not None:
-            self._held[seat](self.table, seat)
+            self._held[seat].load(self.table)
             instance.step.place_experts(self.table)
 
     def phases(self, instance, context):

@@ -169,8 +169,10 @@ def experts(layer, form, rows=None):
     weight = torch.rand(rows, 6, device=layer.device)
     x, norm = layer.normal(rows, hidden), layer.normal(hidden)
     live = torch.rand(rows, device=layer.device) > 0.1
+    number = expert.masked_fill(~live[:, None], -1)
+    load = torch.zeros(num, dtype=torch.int64, device=layer.device)
     with poisoned():
-        pairs = find_pairs(x, expert.masked_fill(~live[:, None], -1), num, 1)
+        pairs = find_pairs(x, number, load, 1)
         zeros = torch.zeros_like(x)
         out, _ = sum_pairs(zeros, group.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
     expected = torch.zeros(rows, hidden, device=layer.device)

@@ -4,7 +4,9 @@ Kernels must be interpreted: interpreter.interpret comes before any import of th
 """
 
 import time
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -31,6 +33,10 @@ def stand_in_for_a_gpu(monkeypatch, folder):
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper)
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(
         gpu,
         "attention_backend",

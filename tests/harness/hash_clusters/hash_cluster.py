@@ -56,7 +56,7 @@ relevel.MIN_PAGES = 1
 class HashCluster(HashPlay):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
-    has_drafts = has_states = False
+    has_drafts = has_states = has_moves = False
     draft_percent = 60
     """How many drafts of 100 are right."""
     depth = 1
@@ -114,7 +114,7 @@ class HashCluster(HashPlay):
         self.prefix_share = random.choice([0, 0.5, 0.9])
         self.jobs: list[Job] = []
         self.num_windows = self.num_calls = self.num_hand_offs = self.num_extensions = 0
-        self.num_moves = self.num_moves_between_nodes = 0
+        self.num_moves = self.num_moves_between_nodes = self.num_lane_windows = 0
         self.num_resyncs = self.num_preemptions = 0
         self.num_calls_with_parked_rows = 0
         self.num_drafted = self.num_accepted = self.num_judged = self.num_narrow_windows = 0
@@ -125,7 +125,7 @@ class HashCluster(HashPlay):
     def place_experts(self, table: ExpertTable) -> None:
         """Put the experts where the table says; nothing has run yet."""
         for process in self.processes:
-            process.instance.place_experts(table)
+            process.instance.slots.place(table)
 
     def _new_ends(self) -> list[TermEnds]:
         num, layout = self.config.cluster.num_instances, region_layout(self.config)
@@ -137,6 +137,9 @@ class HashCluster(HashPlay):
 
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
+        if self.has_moves:
+            instance.experts.report_s = 0.0
+            instance.slots.failure_share = 0.003
         instance.token_after, instance.draft_percent = self._token_after, self.draft_percent
         if instance._frames.states is not None:
             instance._frames.states.depth = self.depth
@@ -249,6 +252,7 @@ class HashCluster(HashPlay):
         if plan.window is not None:
             assert plan.window == self.num_windows
             self.num_windows += 1
+            self.num_lane_windows += any(each.two_lanes for each in plan.instances)
             (num_drafts,) = {each.num_drafts for each in plan.instances}
             self.widths.add(num_drafts)
             has_most = num_drafts == self.config.scheduler.num_drafts

@@ -141,12 +141,16 @@ class HashCoordinator(Coordinator):
         elif was_there:
             self.members.failed(member, f"{member}: {how}")
 
-    def dial(self, seat: int, kept: Any = None, restarts: Any = ()) -> None:
+    def dial(
+        self, seat: int, kept: Any = None, restarts: Any = (), experts: tuple[bytes, ...] = ()
+    ) -> None:
         """The process that comes has loaded its weights, or has lost its controller."""
         self.coming.discard(seat)
         self.attached.add(seat)
         try:
-            self.members.attach(Member("instance", seat), Hello(seat, Peer(), kept, restarts))
+            self.members.attach(
+                Member("instance", seat), Hello(seat, Peer(), kept, restarts, experts)
+            )
         except ValueError as error:
             self.die(seat, str(error))
 

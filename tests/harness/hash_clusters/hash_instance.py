@@ -32,13 +32,13 @@ from data_plane.transport.exchange import (
 )
 from data_plane.transport.mailbox import mailbox_layout
 from harness.hash_clusters import hash_model
+from harness.hash_clusters.expert_moves import HashSlots
 from harness.hash_clusters.hash_model import HashModel
 from harness.hash_clusters.hash_state_pool import HashStates
-from harness.transports.random_tables import named_slots
 from nanocp.config.whole import Config
 from nanocp.overlap.ops import Ops
 from nanocp.overlap.policies.orders import Sequential
-from nanocp.values.experts import ExpertTable, home_table
+from nanocp.values.experts import home_table
 from nanocp.values.plan import PAGE_SIZE, Transfer
 from nanocp.values.sampling import TokenLogprobs
 
@@ -132,7 +132,9 @@ class HashInstance(WindowEdge):
         """new_ends: see WindowEdge."""
         ends = TermEnds(exchange, rings, moves)
         self._frames = frames = HashFrames(config, model)
-        super().__init__(config, ends, frames, dict.fromkeys(Channel, 0), new_ends)
+        seed = config.scheduler.chaos_seed + exchange.instance
+        self.slots = HashSlots(exchange.instance, model.num_moe_layers, seed)
+        super().__init__(config, ends, frames, dict.fromkeys(Channel, 0), self.slots, new_ends)
         self.selected = ["hash model: no weights, no attention backend"]
         self._model = model
         self.token_after: Callable[[Row], int] = lambda row: 0
@@ -141,7 +143,7 @@ class HashInstance(WindowEdge):
         """How many drafts of 100 are right."""
         self.drafted: list[tuple[int, int, int]] = []
         """(request, output tokens, hidden value) of each first draft."""
-        self.order = AnyOrder(config.scheduler.chaos_seed + self._instance)
+        self.order = AnyOrder(seed)
         self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
         """By lane, in this term: epochs of the exchange."""
         page_bytes = 8 * PAGE_SIZE * len(frames.kv)
@@ -151,13 +153,7 @@ class HashInstance(WindowEdge):
             self.pages.copier = PageCopier(self._instance, slots, frames.read, frames.write)
         self._scratch = config.cluster.num_frames
         self._row_bytes = row_bytes(region_layout(config))
-        self.place_experts(home_table(hash_model.NUM_EXPERTS, config.cluster.num_instances))
-
-    def place_experts(self, table: ExpertTable) -> None:
-        """See WindowEdge.place_experts; nothing is loaded."""
-        self._experts, layers = table, range(self._model.num_moe_layers)
-        self._names = [named_slots(table, layer) for layer in layers]
-        self._expert_in = [table.at(self._instance, layer) for layer in layers]
+        self.slots.place(home_table(hash_model.NUM_EXPERTS, config.cluster.num_instances))
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
         """See interface.Instance.join."""
@@ -366,12 +362,12 @@ class HashInstance(WindowEdge):
         hidden = [each.hidden for each in inputs]
         sent: list[list[int]] = [[] for _ in range(self._config.cluster.num_instances)]
         numbers = {
-            index: self._names[layer](hash_model.gate(each.hidden), index + self._instance)
+            index: self.slots.names[layer](hash_model.gate(each.hidden), index + self._instance)
             for index, each in enumerate(inputs)
             if each.live
         }
         for index, number in numbers.items():
-            sent[number // self._experts.num_slots].append(index)
+            sent[number // self.slots.num_slots].append(index)
         peers = self._peers
         for peer in peers:
             region = self._exchange.outgoing(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
@@ -396,8 +392,7 @@ class HashInstance(WindowEdge):
 
     def _run_expert(self, layer: int, number: int, hidden: int) -> int:
         """Only this instance's experts exist here: a row at a wrong slot gets another's output."""
-        slot = number - self._instance * self._experts.num_slots
-        return hash_model.expert(self._expert_in[layer].get(slot, -1), hidden)
+        return hash_model.expert(self.slots.visit(layer, number), hidden)
 
     def _run_experts(
         self, layer: int, epoch: int, lane: WindowLane, peer: int

@@ -23,7 +23,7 @@ from nanocp.config.cost import CostConfig
 from nanocp.config.kv_offload import KvOffloadConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
-from nanocp.values.commands import ExpectPages, RefusePages, SendPages
+from nanocp.values.commands import ChangeExperts, ExpectPages, RefusePages, SendPages
 from nanocp.values.members import Member, Said
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
@@ -141,6 +141,8 @@ class Process:
         """Keep a message about a ticket, for the call that takes it."""
         instance = self.instance
         match message:
+            case ChangeExperts(number, table):
+                instance.experts.change(number, table)  # in order with the plans
             case ExpectPages(transfer):
                 self.posts.append(partial(instance.pages.expect, transfer))
             case SendPages(transfer):

@@ -244,6 +244,8 @@ class HashPlay:
         plan = self.coordinator.flights.plan(batch, self.now_us)
         self._check_plan(batch, plan)
         self.coordinator.carry_out(plan, self.now_us)
+        if (experts := self.coordinator.flights.experts) is not None:
+            experts.advance(lambda: False)
         self._settle()
 
     def _settle(self) -> None:

@@ -128,7 +128,7 @@ class RegroupingPlay(HashPlay):
 
     def _dial(self, index: int) -> None:
         """The process that comes has loaded its weights, or has lost its controller."""
-        kept, restarts = None, ()
+        kept, restarts, experts = None, (), ()
         if index in self.running:
             self._leave(index)
         if self.members.takes_over and index not in self.lost:
@@ -138,7 +138,8 @@ class RegroupingPlay(HashPlay):
                 for run in runs
             )
             restarts = tuple(self.processes[index].instance.restarts())
-        self.coordinator.dial(index, kept, restarts)
+            experts = self.processes[index].instance.slots.held()
+        self.coordinator.dial(index, kept, restarts, experts)
         self._settle()
 
     def _obey(self, index: int) -> None:
@@ -247,7 +248,7 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
             num, terms = len(self.processes), self.num_terms
             slots = num_slots(NUM_EXPERTS, num, self.redundant_experts)
             layers = self.model.num_moe_layers
-            self.members._seats._table = random_table(NUM_EXPERTS, num, terms, slots, layers)
+            self.members._seats.experts = random_table(NUM_EXPERTS, num, terms, slots, layers)
 
     def _leave_term(self, process: Process) -> None:
         self._take_polled(process)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from data_plane.moe.fused.mixture import FusedMoe, FusedTiles, GateTiles
 from data_plane.moe.fused.state import FusedWeights
 from data_plane.moe.gate import gate
+from data_plane.moe.rows import name_slots
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
@@ -128,7 +129,8 @@ class FusedCase:
 
     def _weights_of(self, held):
         slots = [*held, *range(self.sizes.num_experts, len(self.gate_up))]
-        tensors = [self.gate, self.gate, self.number]
+        load_E = torch.zeros(len(held), dtype=torch.int64)
+        tensors = [self.gate, self.gate, self.number, load_E]
         for weight in self.stored:
             parts = (weight.values, weight.scale) if self.sizes.fp8_block else (weight, weight)
             # Indexing does not know FP8.
@@ -146,6 +148,16 @@ class FusedCase:
                 gate, up = (self.gate_up[expert].double() @ x).chunk(2)
                 total[row] += weight * (self.down[expert].double() @ (F.silu(gate) * up))
         return total
+
+    def expected_loads(self):
+        """The slow reference of all epochs' loads: [N, S], of what each live row names."""
+        expected = torch.zeros(self.sizes.num_instances, self.num_here, dtype=torch.int64)
+        for seat, layers in enumerate(self.layers):
+            for layer in layers:
+                number_BK = name_slots(layer.expert, layer.live, self.number, seat)
+                named = number_BK[number_BK >= 0]
+                expected += torch.bincount(named, minlength=expected.numel()).view_as(expected)
+        return expected
 
     def draw(self, num_rows=None, visited=None, is_live=True):
         """Draw an epoch of every instance.
@@ -182,7 +194,9 @@ class FusedCase:
         self.fused[instance].launch(*self.arguments(instance), **keys)
 
     def check(self):
-        """Raise unless every epoch's results are right and no counter is left."""
+        """Raise unless every epoch's results and loads are right and no counter is left."""
+        loads = [weights.load.tolist() for weights in self.weights]
+        assert loads == self.expected_loads().tolist()
         for exchange, fused, layers in zip(self.exchanges, self.fused, self.layers, strict=True):
             exchange.check()
             assert int(fused.epoch) == len(layers)

@@ -62,7 +62,7 @@ def types(dtype, weight):
     return {
         "state": roles.state_types(dtype),
         "rows": FusedRows(**rows),
-        "weights": FusedWeights(number="*i32", **gate, **experts, **scales),
+        "weights": FusedWeights(number="*i32", load="*i64", **gate, **experts, **scales),
     }
 
 

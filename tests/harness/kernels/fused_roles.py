@@ -37,7 +37,7 @@ def dispatch_role(state, rows, instance, S: tl.constexpr):
 
 
 @triton.jit
-def take_in_role(state, instance, S: tl.constexpr):
+def take_in_role(state, weights, instance, S: tl.constexpr):
     """Make one wave of all that has come."""
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)
@@ -45,7 +45,7 @@ def take_in_role(state, instance, S: tl.constexpr):
     count_ptr = field(own, S.dispatch_count, state.count) + first_region(epoch, S)
     is_new = source < S.num_instances
     count = tl.load(count_ptr + source, mask=is_new, other=0)
-    take_in(state, instance, own, source, is_new, count, epoch, S)
+    take_in(state, weights, instance, own, source, is_new, count, epoch, S)
 
 
 @triton.jit(do_not_specialize=["instance", "num_rows"])
@@ -69,11 +69,11 @@ def combine_role(state, rows, instance, num_rows, S: tl.constexpr):
 
 
 @triton.jit
-def sweep_role(state, instance, num_rows, S: tl.constexpr):
+def sweep_role(state, weights, instance, num_rows, S: tl.constexpr):
     """Make one sweep; for the lint."""
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)
-    sweep(state, instance, own, num_rows, 0, 0, epoch, S)
+    sweep(state, weights, instance, own, num_rows, 0, 0, epoch, S)
 
 
 def run_queues(case, instance, *queues):
@@ -99,7 +99,8 @@ def run_roles(case):
         run_gate(case, i)
         run_queues(case, i, ROUTE, DISPATCH)
     for i in everyone:
-        take_in_role[(1,)](case.fused[i].state(), i, S=case.fused[i].shape)
+        fused, (_, weights) = case.fused[i], case.arguments(i)
+        take_in_role[(1,)](fused.state(), weights, i, S=fused.shape)
         run_queues(case, i, INNER, SHARED, OUTPUT, RETURN)
     for i in everyone:
         fused, (rows, _) = case.fused[i], case.arguments(i)

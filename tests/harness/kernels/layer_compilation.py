@@ -123,7 +123,7 @@ def pair_kernels():
     def find(in_region):
         arguments = dict.fromkeys(("number_ptr", "peer_ptr", "epoch_ptr"), "*i64")
         names = ("source_count_ptr", "row_ptr", "slot_ptr", "count_ptr")
-        arguments |= {**dict.fromkeys(names, "*i32"), "number_offset": "i64"}
+        arguments |= {**dict.fromkeys(names, "*i32"), "load_ptr": "*i64", "number_offset": "i64"}
         arguments |= numbers("instance", "num_instances", "num_rows", "num_slots", "num_routed")
         arguments |= numbers("per_row", "id_stride", "num_shared")
         constants = {"IN_REGION": in_region, "BLOCK_T": 128, "BLOCK_K": 8}

@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -18,6 +19,7 @@ from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp.server import TcpSegmentServer
 from harness.transports.local_exchange import LocalExchange
+from harness.transports.random_tables import named_slots
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.experts import home_table
 from nanocp.values.members import Peer
@@ -131,11 +133,28 @@ class MixtureCase:
 
         return make
 
+    def expected_loads(self):
+        """The slow reference of `loads`: [instance][epoch], of what each live row names."""
+        slots, layers = self.table.num_slots, len(self.layers)
+        shape = self.num_epochs, self.num_instances, layers, slots
+        loads_ENLS = torch.zeros(shape, dtype=torch.int64)
+        for epoch, (seat, rows) in product(range(self.num_epochs), enumerate(self.rows)):
+            layer = epoch % layers
+            name, (_, normed_BX, live_B) = named_slots(self.table, layer), rows[epoch]
+            expert_BK, _ = self.packing.gate(normed_BX, self.layers[layer], self.model)
+            for row, experts in enumerate(expert_BK.tolist()):
+                for number in (name(expert, row + seat) for expert in experts if live_B[row]):
+                    loads_ENLS[epoch, number // slots, layer, number % slots] += 1
+        return [list(of_instance) for of_instance in loads_ENLS.transpose(0, 1)]
+
     def run(self, make, kind="local", delays=None):
-        """Every instance's outputs: [instance][epoch]. delays: (instance, epoch) -> seconds."""
+        """Every instance's outputs: [instance][epoch]. delays: (instance, epoch) -> seconds.
+
+        `loads` are then those of each epoch, likewise.
+        """
         layout = moe_layout(self.model, self.dtype)
         ends = [TensorExchange(end, layout) for end in exchanges(kind, self.num_instances, layout)]
-        outs = [[] for _ in ends]
+        outs, self.loads = ([[] for _ in ends] for _ in range(2))
         failures = []
 
         def work(instance):
@@ -146,6 +165,7 @@ class MixtureCase:
                         time.sleep(delays(instance, epoch))
                     rows = self.rows[instance][epoch]
                     outs[instance].append(result_of(mixtures.phases(*rows, epoch % 2)))
+                    self.loads[instance].append(mixtures.loads())
             except Exception as error:
                 failures.append(error)
 

@@ -78,10 +78,11 @@ class Cluster:
         self.now_us = end_us
         self.settle()
 
-    def attach(self, *members, kept=None):
+    def attach(self, *members, kept=None, experts=()):
         for member in members:
             self.sent.pop(member, None)  # It has another stream.
-            hello = Hello(member.instance, Peer(node=str(member)), kept)
+            peer = Peer(node=str(member))
+            hello = Hello(member.instance, peer, kept, experts=experts)
             self.after(self.members.attach(member, hello))
 
     def say(self, member, term, said):

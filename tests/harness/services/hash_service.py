@@ -73,12 +73,15 @@ def forked_service(config: Config, served: Served) -> Service:
     return Service(config, served, ForkLauncher(config, served))
 
 
-def served(instance_factory: str = "harness.services.hash_members:build_instance") -> Served:
+def served(
+    instance_factory: str = "harness.services.hash_members:build_instance",
+    num_experts: int | None = None,
+) -> Served:
     limits = ModelLimits(MODEL.vocab_size, CONFIG.cluster.max_model_len)
     members = "harness.services.hash_members"
     return Served(
         limits, None, Path("no-checkpoint"), instance_factory, f"{members}:build_prefill",
-        f"{members}:build_probe", instance_factory.replace(":build_", ":prepare_"),
+        f"{members}:build_probe", instance_factory.replace(":build_", ":prepare_"), num_experts,
     )  # fmt: skip
 
 
@@ -87,9 +90,10 @@ def hash_service(
     config: Config = CONFIG,
     instance_factory: str = "harness.services.hash_members:build_instance",
     launcher: Launcher | None = None,
+    num_experts: int | None = None,
 ) -> Iterator[Service]:
     """A service that is started on entry and stopped on exit."""
-    hashes = served(instance_factory)
+    hashes = served(instance_factory, num_experts)
     with started(Service(config, hashes, launcher or ForkLauncher(config, hashes))) as service:
         yield service
 

@@ -37,10 +37,10 @@ def greedy(target, ids, max_tokens, **options):
 
 
 @contextmanager
-def exact_answers(oracle, target, prompts, max_tokens):
+def exact_answers(oracle, target, prompts, max_tokens, **options):
     """Greedy answers to these prompts run; at the end each is what the oracle says."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        running = [pool.submit(greedy, target, ids, max_tokens) for ids in prompts]
+        running = [pool.submit(greedy, target, ids, max_tokens, **options) for ids in prompts]
         yield running
         for ids, output in zip(prompts, running, strict=True):
             assert oracle.judge(ids, output.result(WAIT_S)).exact, len(ids)

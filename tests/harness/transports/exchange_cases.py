@@ -130,6 +130,8 @@ class ExchangeCase:
             num_instances, max_rows, PER_ROW, dtype=torch.int64, device=device
         )
         self.live = torch.zeros(num_instances, max_rows, dtype=torch.bool, device=device)
+        shape = num_instances, NUM_EXPERTS
+        self.load = torch.zeros(shape, dtype=torch.int64, device=device)
         self.dispatched = {}
         count = num_instances * num_slots
 
@@ -218,7 +220,7 @@ class ExchangeCase:
 
     def _run_experts(self, i):
         self.all_to_all[i].receive(self.dispatched[i])
-        self.all_to_all[i].run_experts(self.dispatched[i], self.experts[i])
+        self.all_to_all[i].run_experts(self.dispatched[i], self.experts[i], self.load[i])
 
     def _combine(self, i):
         x_BX = torch.zeros_like(self.x[i])

@@ -24,9 +24,9 @@ def random_table(num_experts, num_instances, seed, num_slots=0, num_layers=1):
 
 
 def table_of(model, cluster, seed):
-    """A random table of all MoE layers; with redundant slots it has the configured ones."""
-    total, redundant = model.num_experts, cluster.redundant_experts
-    slots = num_slots(total, cluster.num_instances, redundant) if redundant else 0
+    """A random table of all MoE layers, in the slots of this cluster."""
+    total = model.num_experts
+    slots = num_slots(total, cluster.num_instances, cluster.redundant_experts)
     num_layers = model.num_stored_layers - model.num_dense_layers
     return random_table(total, cluster.num_instances, seed, slots, num_layers)
 

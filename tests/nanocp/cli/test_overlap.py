@@ -100,7 +100,7 @@ def test_a_clusters_schedule_is_simulated(tmp_path):
     assert result.exit_code == 0 and "paper measured on an A100 (Table 3)" in result.output, (
         result.output
     )
-    words = ["--workload", "fixed:1000:4", "--seconds", "0.5", "--warm-up", "0", "--json"]
+    words = ["--workload", "fixed:1000:4", "--seconds", "0.5", "--set", "warm_up=0", "--json"]
     words += ["--set"]
     result = nanocp("simulate", *words, f"schedule={path}")
     assert result.exit_code == 0, result.output

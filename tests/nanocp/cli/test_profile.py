@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -192,7 +193,7 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
     simulated = nanocp(
         *("simulate", "--cluster", out / "cluster.yaml", "--workload", "issue-0", "--rate", 2,
           "--slo-tpot-ms", 1000, "--slo-ttft-ms", 10_000),
-        *("--seconds", 60, "--warm-up", 1, "--json"),
+        *("--seconds", 60, "--set", "warm_up=1", "--json"),
     )  # fmt: skip
     # Two requests a second are more than the tiny cluster holds: its queue may drift (1).
     assert simulated.exit_code in (0, 1), simulated.output
@@ -219,6 +220,14 @@ def test_what_is_wrong_on_the_command_line_is_named(arguments, named, tiny_check
     result = nanocp("profile", tiny_checkpoint, "--out", tmp_path, *arguments)
     assert result.exit_code == 2
     assert named in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_missing_extra_of_a_search_is_named_first(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "nanocp.overlap.search", raising=False)
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    result = nanocp("profile", tiny_checkpoint, "--overlap", "--out", tmp_path / "out")
+    assert result.exit_code == 2 and not (tmp_path / "out").exists()
+    assert "highspy is not installed; pip install '.[search]' brings it" in result.stderr
 
 
 def test_bounds_without_room_for_a_link_are_named(tiny_checkpoint, tmp_path):

@@ -26,7 +26,7 @@ def small(tmp_path_factory):
 simulate = partial(nanocp, "simulate")
 
 
-SHORT = ("--seconds", "0.5", "--warm-up", "0.2", "--workload", "fixed:1000:10")
+SHORT = ("--seconds", "0.5", "--set", "warm_up=0.2", "--workload", "fixed:1000:10")
 
 
 def test_json_has_every_policy_and_is_all_there_is_on_standard_output(small):
@@ -66,7 +66,7 @@ def short_sweep(cluster_file, folder):
     trace = folder / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": 500, "output_length": 10}\n'
     trace.write_text("".join(line % (10 * number) for number in range(2000)))
-    words = f"--workload mooncake:{trace} --seconds 0.5 --warm-up 0.2 --slo-tpot-ms 25"
+    words = f"--workload mooncake:{trace} --seconds 0.5 --set warm_up=0.2 --slo-tpot-ms 25"
     # It begins between the two rates that are found.
     words = f"{words} --set first_rate=700 --policy dual_balanced".split()
     return ("sweep", "--cluster", cluster_file, *words)
@@ -101,7 +101,7 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         (["--rate", "inf"], "rate_per_s is inf"),
         (["--seconds", "-1"], "--seconds is -1; it must be from 0"),
         (["--seconds", "inf"], "--seconds is inf"),
-        (["--warm-up", "nan"], "--warm-up is nan"),
+        (["--set", "warm_up=nan"], "warm_up is nan"),
         (["--slo-tpot-ms", "inf"], "--slo-tpot-ms is inf"),
         (["--slo-ttft-ms", "0"], "both must be positive"),
         (["--set", "length_scale=0"], "length_scale is 0"),
@@ -157,7 +157,7 @@ def test_a_run_that_judges_nothing_is_no_success(small, tmp_path, layout):
     entry = json.dumps({"timestamp": 7, "input_length": 100, "output_length": 3})
     trace.write_text(f"{entry}\n" * 20)
     cluster = () if layout == "pipeline" else ("--cluster", small, "--set", "begin_empty=on")
-    words = ("--layout", layout, *cluster, "--workload", f"mooncake:{trace}", "--warm-up", "2")
+    words = ("--layout", layout, *cluster, "--workload", f"mooncake:{trace}", "--set", "warm_up=2")
     words += ("--policy", "even" if layout == "pipeline" else "dual_balanced", "--seconds", "1")
     result = simulate(*words, "--rate", "5")
     assert result.exit_code == 1 and "nothing was judged" in result.stderr, result.output
@@ -171,14 +171,14 @@ def test_a_sweep_that_finds_no_rate_is_no_success(small):
 
 def test_the_static_scenario_runs_without_a_rate(small):
     result = simulate(
-        "--cluster", small, "--workload", "static-1", "--warm-up", "12", "--seconds", "0.5",
+        "--cluster", small, "--workload", "static-1", "--set", "warm_up=12", "--seconds", "0.5",
         "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     outcome = json.loads(result.stdout)["cost_aware"]
     assert (outcome["num_rows_mean"], outcome["num_waiting_max"]) == (64 * 4 + 1, 0)
     table = simulate(
-        "--cluster", small, "--workload", "static-1", "--warm-up", "0", "--seconds", "0.1"
+        "--cluster", small, "--workload", "static-1", "--set", "warm_up=0", "--seconds", "0.1"
     ).stdout
     assert "static-1 for 0.1 s" in " ".join(table.split())
 
@@ -257,8 +257,10 @@ def test_a_sweep_in_a_narrow_terminal_has_a_row_for_each_number(monkeypatch, cap
 
 
 def test_what_was_not_judged_is_no_number(small):
-    words = ("--cluster", small, "--seconds", "0.01", "--warm-up", "0", "--set", "begin_empty=on")
-    result = simulate(*words, "--workload", "fixed:1000:500", "--rate", "20")
+    words = ("--cluster", small, "--seconds", "0.01", "--set", "warm_up=0")
+    result = simulate(
+        *words, "--set", "begin_empty=on", "--workload", "fixed:1000:500", "--rate", "20"
+    )
     assert result.exit_code == 1 and "0.00%" not in result.stdout.split("frames")[0]
     (line,) = (line for line in result.stdout.splitlines() if "within the SLO" in line)
     assert line.split("│")[2].strip() == "-"

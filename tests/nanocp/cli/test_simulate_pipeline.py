@@ -5,7 +5,7 @@ from functools import partial
 
 from harness.programs.command_line import nanocp, on_one_line
 
-SHORT = ["--workload", "fixed:200:20", "--rate", "60", "--seconds", "0.4", "--warm-up", "0.1"]
+SHORT = ["--workload", "fixed:200:20", "--rate", "60", "--seconds", "0.4", "--set", "warm_up=0.1"]
 
 
 simulate = partial(nanocp, "simulate", "--layout", "pipeline")

@@ -161,7 +161,7 @@ def test_a_schedules_file_comes_back_and_others_are_refused(found, tmp_path):
     assert back.period_us == pytest.approx(found.schedule.period_us, abs=1e-3)
     assert len(back.slots) == len(found.schedule.slots)
     with pytest.raises(ValueError, match="search again"):
-        schedule.read(path, paper.layer(0.2), TABLE_3)
+        schedule.read(path, LAYER[1:], TABLE_3)
     text = path.read_text()
     entry = "- " + text.split("\n- ")[1] + "\n"
     assert "KQV" in entry

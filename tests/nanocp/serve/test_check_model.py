@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from harness.exact.settings import configured
 from nanocp.cli.main import app
 from nanocp.cli.plan.memory import DEVICES, DeviceName, Hardware, report_folder
 from nanocp.config.cluster import ClusterConfig
@@ -106,3 +107,26 @@ def test_limits_of_activations_are_refused_on_gpus_by_name(tmp_path):
     on_gpus = Config(data_plane=DataPlaneConfig(device="cuda"))
     with pytest.raises(ValueError, match="device must be cpu"):
         open_checkpoint(on_gpus, folder)
+
+
+@pytest.mark.parametrize(("name", "settings", "sentence"), [
+    ("shapes/qwen3-8b", {}, "cluster.expert_load_mb_per_s is 100, and the model is dense"),
+    ("published/deepseek-v3", {"recovery_timeout_ms": 0}, "100, and the service ends with the f"),
+    ("published/deepseek-v3", {"page_backend": "nixl"}, "100, and the service ends with the first"),
+])  # fmt: skip
+def test_experts_that_cannot_move_are_refused_where_they_are_to(tmp_path, name, settings, sentence):
+    moving = {"redundant_experts": 1, "expert_load_mb_per_s": 100}
+    with pytest.raises(ValueError, match=sentence):
+        open_checkpoint(configured(**moving, **settings), model(tmp_path, name))
+
+
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"redundant_experts": 0}, "which takes redundant_experts of at least 1 and two instances"),
+    ({"num_instances": 1}, "which takes redundant_experts of at least 1 and two instances or"),
+    ({"layout": "pipeline"}, "expert_load_mb_per_s: a stage of a pipeline has all experts"),
+])  # fmt: skip
+def test_experts_without_room_or_a_second_place_are_refused_by_name(settings, sentence):
+    given = {"redundant_experts": 1, "expert_load_mb_per_s": 100} | settings
+    flags = {f"cluster.{name}": value for name, value in given.items()}
+    with pytest.raises(ValueError, match=f"in section cluster: .*{sentence}"):
+        load_config(None, flags, {})

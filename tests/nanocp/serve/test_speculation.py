@@ -1,28 +1,39 @@
-"""A real service whose MTP layer drafts: tokens are `transformers`', and metrics count drafts."""
+"""A real service whose MTP layer drafts: tokens are `transformers`', also in lanes after a loss."""
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import openai
+import pytest
 from tokenizers import Tokenizer
 
 from data_plane.reference.oracle import Oracle
 from harness.exact.settings import configured
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, forked_service
-from harness.services.kit import greedy, started
-from harness.services.service_recovery import sample
+from harness.services.kit import exact_answers, greedy, random_prompt, started
+from harness.services.service_recovery import pid_of, sample, until_serving
 from harness.waits import until
 from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import LANE_ORDERS
 from nanocp.config.speculative import EXAMPLE, num_drafts_of
 from nanocp.serve.service import open_checkpoint
+from nanocp.values.members import Member
 
 TALE = ROOT / "models/tale"
 NUM_TOKENS = 48
+PRIORITY = "combine 0/500, attention 120/610, exchange 300/800, experts 450/950"
 
 
-def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right():
+@pytest.fixture(scope="module")
+def oracle():
+    return Oracle(TALE)
+
+
+def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right(oracle):
     cluster = ClusterConfig(num_instances=2, max_model_len=2048)
     drafts = {"policy": "fixed_degree:2", "num_drafts": num_drafts_of(EXAMPLE)}
     config = configured(CONFIG, cluster=cluster, **drafts)
@@ -50,7 +61,6 @@ def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right()
         assert drafts["mean_acceptance_length"] == 1 + drafts["draft_acceptance_rate"]
         # A step without drafts: each choice's first; the last where nothing is left to draft.
         assert num_tokens - 4 <= none + 2 * one + 2 <= num_tokens + 1
-    oracle = Oracle(TALE)
     for ids, output in zip(prompts, outputs, strict=True):
         assert len(output) == NUM_TOKENS and oracle.judge(ids, output).exact
     assert 0.35 < num_accepted / num_drafts < 0.65
@@ -72,6 +82,28 @@ def answer_with_metrics(service, ids, is_chat, stream=False):
         answer = client.completions.create(prompt=ids, **params)
     last = list(answer)[-1] if stream else answer
     return last.usage.completion_tokens, last.model_extra["metrics"]["speculative_decoding"]
+
+
+@pytest.mark.parametrize("order", [*LANE_ORDERS, PRIORITY])
+def test_an_instance_is_lost_while_two_lanes_run_in_each_order(order, oracle):
+    """Rows draft, and chaos gives them CP degrees 1 and 2."""
+    cluster = ClusterConfig(num_instances=2, num_frames=64, max_model_len=1024)
+    lanes = {"lanes": "always", "lane_table": ((1, 0, 90, order),), "num_drafts": 1}
+    chaos = {"policy": "chaos", "chaos_period_windows": 1, "growth_promise": "tokens:0"}
+    config = configured(CONFIG, cluster=cluster, **lanes, **chaos)
+    prompts = [random_prompt(length, length) for length in (5, 63, 130, 300)]
+    with started(forked_service(config, open_checkpoint(config, TALE))) as service:
+        windows = partial(sample, service, "lane_windows_total")
+        asked = (oracle, service.address, prompts, 150)
+        with exact_answers(*asked, repetition_penalty=1.0):
+            until(lambda: (windows(order=order) or 0) > 5)
+            os.kill(pid_of(service, Member("instance", 1)), signal.SIGKILL)
+            until_serving(service, 2)
+            before = windows(order=order)
+        assert sample(service, "replayed_tokens_total"), "rows ran when it was lost"
+        assert windows(order=order) > before and not windows(order="one_lane")
+        assert metric(service, "exchange_bytes_total", kind="route")
+        assert metric(service, "spec_decode_num_accepted_tokens_total")
 
 
 def metric(service, name, **labels):

@@ -160,7 +160,7 @@ def test_reasons_to_wait_are_bounded_and_the_last_is_told():
 
 
 SHORT = (
-    "--seconds", "3", "--warm-up", "0.2", "--workload", "issue-5", "--rate", "12", "--policy",
+    "--seconds", "3", "--set", "warm_up=0.2", "--workload", "issue-5", "--rate", "12", "--policy",
     "cost_aware",
 )  # fmt: skip
 

@@ -225,7 +225,7 @@ def test_nothing_measured_is_nothing_to_draw(tmp_path):
 
 def test_the_command_writes_pictures(tmp_path):
     arguments = [
-        "--seconds", "0.3", "--warm-up", "0.1", "--workload", "fixed:1000:4", "--policy",
+        "--seconds", "0.3", "--set", "warm_up=0.1", "--workload", "fixed:1000:4", "--policy",
         "dual_balanced", "--policy", "fluid",
     ]  # fmt: skip
     places = ["--plots", str(tmp_path / "new" / "plots")]

@@ -157,7 +157,6 @@ class UsageCount:
         self._prompts: dict[int, tuple[int, int]] = {}
         """(tokens, cached tokens) of each prompt."""
         self._choices: dict[int, int] = {}
-        """Tokens of each choice so far."""
         self._drafts: dict[int, DraftCounts] = {}
 
     def begin_reasoning(self, index: int, parser: Parser, num_before: int) -> None:

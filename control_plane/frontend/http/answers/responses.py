@@ -44,7 +44,6 @@ class Writer(ABC):
         self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
         self._usage = UsageCount(request.stream_options, self._names.spelled)
         self._choices: dict[int, Any] = {}
-        """Choices of the body, by number."""
         self._texts: dict[int, list[str]] = {}
 
     @abstractmethod

@@ -18,7 +18,6 @@ from control_plane.frontend.http.tools.call_readers import NO_CALL, CallReader, 
 THINK = ("<think>", "</think>")
 """Markers of reasoning of DeepSeek, Kimi, Qwen and GLM."""
 _MAX_NAME = 256
-"""Most characters of a name in a tag."""
 
 
 class PartKind(Enum):

@@ -82,7 +82,6 @@ class _Generation(Extension):
 
 
 def _variables(source: str) -> frozenset[str]:
-    """Return variables that a valid template reads and does not set."""
     environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     try:
         names = meta.find_undeclared_variables(environment.parse(source))

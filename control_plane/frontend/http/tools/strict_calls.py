@@ -52,7 +52,6 @@ def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
 
 
 def _part(schema: Schema, name: str = "", end: str = "", never: Sequence[str] = ()) -> Any:
-    """Return the part for arguments of this schema; see call_forms.Value."""
     if not name:
         return _SPACED | moved(schema, "#")
     try:

@@ -78,7 +78,6 @@ def _ways(template: ChatTemplate) -> Iterator[tuple[str, str | None, bool]]:
 
 
 def _needs_text(template: ChatTemplate) -> bool:
-    """Return whether a template of unknown form needs arguments as text."""
     text = _rendered(template, _with_call("", False))
     return (not text or str(_ARGUMENTS) in text) and bool(_rendered(template, _with_call("", True)))
 

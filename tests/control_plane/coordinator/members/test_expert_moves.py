@@ -6,6 +6,7 @@ import pytest
 
 from control_plane.coordinator.members import expert_moves
 from control_plane.coordinator.members.expert_moves import HALVED_EVERY, MAX_TRIALS, ExpertMoves
+from nanocp.values.experts import home_table
 
 PAIRS = 10_000_000
 """Pairs of a layer, of which chance explains little."""
@@ -77,6 +78,20 @@ def test_any_loads_get_a_better_table_within_the_budget_and_keep_every_expert(se
         for seat in range(num_seats):
             held = [each for each in table[seat * num_slots : (seat + 1) * num_slots] if each >= 0]
             assert len({*held}) == len(held)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_round_by_round_even_a_few_full_instances_become_even(seed):
+    """The first round fills each slot but the hottest instance's: then one of two lends a slot."""
+    random, table = Random(seed), [*home_table(32, 4, 1).experts()]
+    shares = [random.uniform(5, 15) for _ in range(8)] + [random.random() for _ in range(24)]
+    found = []
+    for _ in range(6):
+        moves, table = balancer(shares, 4, 9, table)
+        found.append(moves.placement(0).imbalance)
+        assert all(step is None for step in moves.plan())
+        table, _, _ = carried_out(moves, table, 4)
+    assert found[0] > 2.5 and found[-1] < 1.2, found
 
 
 @pytest.mark.parametrize(("num_seats", "home"), [(4, 64), (32, 8), (256, 1)])

@@ -1,5 +1,8 @@
 """A controller that takes over, and processes that show no sign of life."""
 
+from array import array
+from dataclasses import replace
+
 import pytest
 
 from control_plane.coordinator.members.start import StartError
@@ -127,3 +130,20 @@ def test_a_member_that_does_not_dial_the_next_controller_is_replaced():
         cluster.wait(1000)
     cluster.until_replaced(SECOND, 1, TERM)
     assert not any(command.member == FIRST for command in cluster.commands)
+
+
+def test_the_next_controller_learns_from_the_instances_where_experts_are():
+    """What one of them has lost is loaded; all else stays where it is."""
+    cluster = taking_over(synthetic_kv=True)
+    seats = cluster.members.changes.seats
+    seats.num_experts, seats._cluster = 6, replace(seats._cluster, redundant_experts=1)
+    layers = ([0, 5, 2, -1], [1, 1, 4, 0]), ([3, 4, -1, 1], [3, 2, 4, 4])
+    for member, held in zip((FIRST, SECOND), layers, strict=True):
+        experts = tuple(array("h", layer).tobytes() for layer in held)
+        cluster.attach(member, kept=(), experts=experts)
+    join = cluster.sent[FIRST][-1].message
+    assert list(join.experts.experts(0)) == [0, 5, 2, -1, 3, 4, -1, 1]
+    in_layer_1 = list(join.experts.experts(1))
+    assert set(in_layer_1) == {*range(6)}
+    held = [1, 1, 4, 0, 3, 2, 4, 4]
+    assert sum(a != b for a, b in zip(in_layer_1, held, strict=True)) == 1, "expert 5 was nowhere"

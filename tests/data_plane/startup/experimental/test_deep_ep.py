@@ -87,13 +87,15 @@ def test_rows_of_three_nodes_are_combined_by_weight_with_experts_anywhere(nodes)
     live_B, norm_X = torch.arange(16) % 4 != 1, torch.ones(48, dtype=torch.bfloat16)
     sum_B = (weight_BK * (1 + expert_BK)).sum(dim=1).masked_fill(~live_B, 0)
     for table in (home_table(7, 3, 1), random_table(7, 3, 0, 4)):
-        sent = []
+        sent, named, load_NE = [], [], torch.zeros(3, 4, dtype=torch.int64)
         for seat, exchange in enumerate(exchanges):
             number_BK = name_slots(expert_BK, live_B, numbers_of(table, 7), seat)
+            named.append(number_BK[live_B].flatten())
             sent.append(exchange.dispatch(x_BX * (1 + seat), number_BK, weight_BK))
         for number, exchange in enumerate(exchanges):
             exchange.receive(sent[number])
-            exchange.run_experts(sent[number], Numbered(table, number))
+            exchange.run_experts(sent[number], Numbered(table, number), load_NE[number])
+        assert load_NE.flatten().equal(torch.bincount(torch.cat(named), minlength=12))
         for number, (exchange, each) in enumerate(zip(exchanges, sent, strict=True)):
             exchange.receive_sums(each)
             y_BX, normed_BX = exchange.combine(each, x_BX, x_BX, norm_X, 1e-6)

@@ -76,9 +76,12 @@ def layer(members, named):
     """
     given = [rows(member.seat, named) for member in members]
     sent = [m.exchange.dispatch(*each) for m, each in zip(members, given, strict=True)]
+    all_named = torch.cat([number_BK.flatten() for _, number_BK, _ in given])
     for member, each in zip(members, sent, strict=True):
+        load_E = torch.zeros(3, dtype=torch.int64)
         member.exchange.receive(each)
-        member.exchange.run_experts(each, Plain())
+        member.exchange.run_experts(each, Plain(), load_E)
+        assert load_E.tolist() == [int((all_named == 3 * member.seat + e).sum()) for e in range(3)]
     seats = torch.tensor([member.seat for member in members])
     for member, each, (x_BX, number_BK, weight_BK) in zip(members, sent, given, strict=True):
         each.receive()
@@ -110,7 +113,7 @@ def test_a_peer_whom_a_kernel_gave_up_in_silence_is_an_error_with_the_peer(membe
     zero.exchange.check()
     sent = zero.exchange.dispatch(*rows(0))
     zero.exchange.receive(sent)
-    zero.exchange.run_experts(sent, Plain())
+    zero.exchange.run_experts(sent, Plain(), torch.zeros(3, dtype=torch.int64))
     sent.receive()
     with pytest.raises(ExchangeTimeout, match="instance 0 waited for rows of instance 1") as found:
         zero.exchange.check()

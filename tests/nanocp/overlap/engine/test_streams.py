@@ -12,7 +12,7 @@ from harness.gpu_stand_ins.cuda_stand_in import Cuda
 from harness.overlap.overlap_models import recorded
 from nanocp.overlap.engine import engine as engines
 from nanocp.overlap.engine.backend import overlap
-from nanocp.overlap.engine.streams import CudaStreams, green_context, streams_of
+from nanocp.overlap.engine.streams import CudaStreams, streams_of
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import (
     ATTENTION,
@@ -309,26 +309,3 @@ def test_a_window_of_one_lane_has_a_graph_without_the_other_s_stream(monkeypatch
     replay()
     assert "side 1" not in {where for where, *_ in cuda.log}
     assert [each for each in cuda.log if "starts" in each] == [("side 0", "starts", 0)]
-
-
-@pytest.mark.parametrize("number", ["device", "device_id"])
-def test_a_part_of_the_gpu_is_asked_for_as_this_release_of_torch_has_it(monkeypatch, number):
-    from torch.cuda import green_contexts
-
-    asked = []
-
-    class Context:
-        Stream = create = None
-
-    by_number = {
-        "device": lambda *, num_sms=None, device=None: asked.append((num_sms, device)),
-        "device_id": lambda *, num_sms=None, device_id=None: asked.append((num_sms, device_id)),
-    }
-    Context.create = staticmethod(by_number[number])
-    monkeypatch.setattr(green_contexts, "GreenContext", Context)
-    monkeypatch.setattr(green_contexts, "SUPPORTED", True)
-    green_context(24, torch.device("cuda", 1))
-    assert asked == [(24, 1)]
-    monkeypatch.setattr(green_contexts, "SUPPORTED", False)
-    with pytest.raises(RuntimeError, match="has no streams of green contexts"):
-        green_context(24, torch.device("cuda", 1))

@@ -86,7 +86,7 @@ def test_the_load_of_a_group():
 def test_the_command_has_a_column_for_each_group(monkeypatch):
     monkeypatch.setattr(groups, "STALE_US", 100_000)
     words = ("simulate", "--rate", 6, "--set", "groups=2", "--set", "instances=16", "--seconds", 2)
-    result = nanocp(*words, "--warm-up", "0.2", "--workload", "issue-0")
+    result = nanocp(*words, "--set", "warm_up=0.2", "--workload", "issue-0")
     assert "cost_aware, group 2" in " ".join(result.stdout.split()), result.output
     refused = nanocp(*words, "--policy", "fluid")
     assert refused.exit_code == 2 and "groups is not for policy fluid" in refused.output
