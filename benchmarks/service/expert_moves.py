@@ -93,9 +93,7 @@ class Watched:
     loads: list[tuple[float, int, int, list[list[int]]]] = field(default_factory=list)
     """(time, window, instance, pairs by layer and slot) of each report."""
     marks_s: list[float] = field(default_factory=list)
-    """Times at which windows began to name another table."""
     loading_s: list[list[float]] = field(default_factory=list)
-    """[begin, end] of loads of experts."""
     arrivals_s: list[list[float]] = field(default_factory=list)
     """Times of each stream's tokens."""
 

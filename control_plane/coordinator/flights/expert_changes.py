@@ -79,7 +79,6 @@ class ExpertChanges:
         self._loads: list[Change] = []
         """Experts to load once no window in flight names their slots."""
         self._newest = 0
-        """The last number of a table in this term."""
         self._next = 0
         """The table that instances load; 0: none is."""
         self._sent = self._done = -1
