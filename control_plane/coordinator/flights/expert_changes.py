@@ -77,12 +77,10 @@ class ExpertChanges:
         self._awaited: set[int] = set()
         """Instances that have yet to report their load, or that their experts are here."""
         self._loads: list[Change] = []
-        """Experts to load once no window in flight names their slots."""
         self._newest = 0
         self._next = 0
         """The table that instances load; 0: none is."""
         self._sent = self._done = -1
-        """The newest window that was sent, and that all have reported."""
         self._leaving: int | None = None
         """The last window that may name a slot of the change; None: there is no change."""
         self.rest = HALVED_EVERY
