@@ -60,7 +60,9 @@ class LoadedSlots(ExpertSlots):
             return
         except Exception as error:
             logger.exception("experts cannot be loaded")
-            problem = "; ".join([f"{type(error).__name__}: {error}", *error.__notes__])
+            problem = "; ".join(
+                [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+            )
         self._filled.append((number, problem))
         self.wake()
 

@@ -37,8 +37,9 @@ def expert_changes(
     if not num_experts or cluster.num_instances == 1:
         return None
     total = num_slots(num_experts, cluster.num_instances, cluster.redundant_experts)
-    moves = ExpertMoves(num_experts, total, START_ABOVE, CHANGES_PER_ROUND)
-    return ExpertChanges(moves, members, metrics, is_on=cluster.expert_load_mb_per_s > 0)
+    is_on = cluster.expert_load_mb_per_s > 0
+    moves = ExpertMoves(num_experts, total, START_ABOVE, CHANGES_PER_ROUND if is_on else 0)
+    return ExpertChanges(moves, members, metrics, is_on)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class ExpertMoves:
     def __init__(
         self, num_experts: int, num_slots: int, start_above: float, changes_per_round: int
     ) -> None:
-        """num_slots, changes_per_round: of an instance in a layer.
+        """num_slots, changes_per_round: of an instance in a layer; with 0 a plan only looks.
 
         start_above: a layer's hottest instance over the mean, above which a plan changes it.
         """
@@ -253,7 +253,7 @@ class ExpertMoves:
             best, held, loads = self.placement(layer), self._held(experts), [*self._sums[layer]]
             self.imbalances[layer] = best.imbalance
             noise = _DEVIATIONS * sqrt(len(held) / max(1.0, sum(loads)))
-            if best.imbalance > max(self._start_above, 1 + noise):
+            if budget and best.imbalance > max(self._start_above, 1 + noise):
                 yield
                 slots = self.num_slots
                 ways = (

@@ -10,6 +10,7 @@ import torch
 from data_plane.model import weights as weights_module
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
+from data_plane.moe import expert_weights
 from data_plane.moe.expert_slots import LoadedSlots
 from data_plane.moe.expert_tables import ExpertTables
 from data_plane.moe.expert_weights import ExpertWeights
@@ -118,6 +119,16 @@ def test_what_cannot_be_read_is_named(slots, monkeypatch):
     assert number == 1
     assert problem.startswith("OSError: the file is gone; expert 5 of layer ")
     assert problem.endswith(str(slots.path))
+
+
+def test_a_checkpoint_that_is_gone_is_said(slots, monkeypatch):
+    def gone(*arguments):
+        raise FileNotFoundError("config.json")
+
+    monkeypatch.setattr(expert_weights, "open_tensors", gone)
+    slots.slots.fill(1, moved(slots, [[5]] * len(mlps_of(slots))))
+    assert slots.slots.came.wait(WAIT_S)
+    assert slots.slots.filled() == (1, "FileNotFoundError: config.json")
 
 
 def test_a_load_that_is_not_wanted_any_more_ends_at_once_and_says_nothing(slots):
