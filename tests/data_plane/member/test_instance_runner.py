@@ -42,7 +42,7 @@ class Instance:
     copier = None
 
     def __init__(self, mismatches=0):
-        self.pages = self
+        self.pages = self.experts = self.slots = self
         self.calls = []
         self.mismatches = mismatches
         self.events = []
