@@ -60,7 +60,9 @@ class LoadedSlots(ExpertSlots):
             return
         except Exception as error:
             logger.exception("experts cannot be loaded")
-            problem = "; ".join([f"{type(error).__name__}: {error}", *error.__notes__])
+            problem = "; ".join(
+                [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+            )
         self._filled.append((number, problem))
         self.wake()
 
@@ -77,6 +79,7 @@ class LoadedSlots(ExpertSlots):
             # It ends after the expert that it reads.
             self._thread.join()
             self._thread = None
+        self._filled.clear()
 
     def loads(self) -> tuple[bytes, ...]:
         total, *others = [step.loads() for step in self._steps]
@@ -85,4 +88,4 @@ class LoadedSlots(ExpertSlots):
         return tuple(layer.numpy().tobytes() for layer in total)
 
     def held(self) -> tuple[bytes, ...]:
-        return self._weights.held(self._num_slots)
+        return self._weights.held(self._num_slots) if self._num_slots else ()

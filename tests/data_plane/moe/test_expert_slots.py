@@ -10,6 +10,7 @@ import torch
 from data_plane.model import weights as weights_module
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
+from data_plane.moe import expert_weights
 from data_plane.moe.expert_slots import LoadedSlots
 from data_plane.moe.expert_tables import ExpertTables
 from data_plane.moe.expert_weights import ExpertWeights
@@ -118,6 +119,34 @@ def test_what_cannot_be_read_is_named(slots, monkeypatch):
     assert number == 1
     assert problem.startswith("OSError: the file is gone; expert 5 of layer ")
     assert problem.endswith(str(slots.path))
+
+
+def test_a_checkpoint_that_is_gone_is_reported(slots, monkeypatch):
+    def gone(path, config, experts):
+        raise ValueError(f"{path}: no such file")
+
+    monkeypatch.setattr(expert_weights, "open_tensors", gone)
+    slots.slots.fill(1, moved(slots, [[5]] * len(mlps_of(slots))))
+    assert slots.slots.came.wait(WAIT_S)
+    assert slots.slots.filled() == (1, f"ValueError: {slots.path}: no such file")
+
+
+def test_an_answer_is_the_newest_and_none_outlives_its_term(slots):
+    for number in (1, 2):
+        slots.slots.came.clear()
+        slots.slots.fill(number, slots.home)
+        assert slots.slots.came.wait(WAIT_S)
+    assert slots.slots.filled() == (2, "") and slots.slots.filled() is None
+    slots.slots.came.clear()
+    slots.slots.fill(3, slots.home)
+    assert slots.slots.came.wait(WAIT_S)
+    slots.slots.stop()
+    assert slots.slots.filled() is None
+
+
+def test_before_the_first_table_nothing_is_said_of_slots(slots):
+    fresh = LoadedSlots([slots.step], slots.slots._weights, mb_per_s=1)
+    assert fresh.held() == (), "shorter layers would shift those of later seats"
 
 
 def test_a_load_that_is_not_wanted_any_more_ends_at_once_and_says_nothing(slots):
