@@ -148,6 +148,8 @@ class WindowEdge(Instance):
         return 0
 
     def leave(self) -> None:
+        # A next controller is told what slots hold.
+        self.experts.slots.stop()
         self.pages.leave()
         self._exchange.close()
         self._has_ends = False

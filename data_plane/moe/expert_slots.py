@@ -79,6 +79,7 @@ class LoadedSlots(ExpertSlots):
             # It ends after the expert that it reads.
             self._thread.join()
             self._thread = None
+        self._filled.clear()
 
     def loads(self) -> tuple[bytes, ...]:
         total, *others = [step.loads() for step in self._steps]
@@ -87,4 +88,4 @@ class LoadedSlots(ExpertSlots):
         return tuple(layer.numpy().tobytes() for layer in total)
 
     def held(self) -> tuple[bytes, ...]:
-        return self._weights.held(self._num_slots)
+        return self._weights.held(self._num_slots) if self._num_slots else ()

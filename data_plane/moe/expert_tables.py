@@ -32,7 +32,7 @@ class ExpertSlots(Protocol):
         """Return once what ended: (number, "" or a sentence about what failed)."""
 
     def stop(self) -> None:
-        """End what `fill` has begun."""
+        """End what `fill` has begun, and forget its answer."""
 
     def follow(self, table: ExpertTable) -> None:
         """Let rows follow a table whose experts are here, between two steps."""
@@ -41,7 +41,7 @@ class ExpertSlots(Protocol):
         """Return ExpertLoad.pairs since the last call; empty if nothing counts them."""
 
     def held(self) -> tuple[bytes, ...]:
-        """Return Hello.experts."""
+        """Return Hello.experts, once stopped; empty before `place`."""
 
 
 class ExpertTables:
@@ -61,7 +61,6 @@ class ExpertTables:
     def begin_term(self, table: ExpertTable | None) -> None:
         """Hold the experts of a term's first table; None: they stay where they are."""
         self.slots.stop()
-        self.slots.filled()
         self._number = 0
         self._coming.clear()
         if table is not None:

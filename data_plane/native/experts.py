@@ -81,7 +81,8 @@ class NativeExpertKernels:
         experts = self.addresses_of_experts(moe)
         rows = x_BX.data_ptr(), number_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr(), num_own
         arrived, answers = (self._regions([peer[side] for peer in peers]) for side in (0, 1))
-        here = experts.gate_up, experts.down, first, len(moe.mlps), size, experts.inner, moe.limit
+        sizes = len(experts.gate_up), size, experts.inner, moe.limit
+        here = experts.gate_up, experts.down, first, *sizes
         load = None if load_S is None else load_S.data_ptr()
         self._calls.visit_experts(
             *(*rows, number_BK.shape[1], len(peers), arrived, answers),
@@ -93,11 +94,13 @@ class NativeExpertKernels:
         """Return the addresses of a layer's experts, looked up once."""
         known = self._experts.get(id(moe))
         if known is None:
-            array = POINTER * len(moe.mlps)
+            # A thread that loads experts may append some meanwhile.
+            mlps = [*moe.mlps]
+            array = POINTER * len(mlps)
             experts = _Experts(
-                gate_up=array(*(packed_address(mlp.gate_up) for mlp in moe.mlps)),
-                down=array(*(packed_address(mlp.down) for mlp in moe.mlps)),
-                inner=moe.mlps[0].down.shape[1] if moe.mlps else 0,
+                gate_up=array(*(packed_address(mlp.gate_up) for mlp in mlps)),
+                down=array(*(packed_address(mlp.down) for mlp in mlps)),
+                inner=mlps[0].down.shape[1] if mlps else 0,
             )
             known = self._experts[id(moe)] = moe, experts
         return known[1]

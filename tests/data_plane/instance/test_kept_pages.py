@@ -59,6 +59,13 @@ def test_the_pages_of_the_table_are_kept(story):
     assert story.kept() == [*OF_7, OF_8], "another controller may be lost before a term begins"
 
 
+def test_no_expert_loads_once_the_term_is_left(story, monkeypatch):
+    stopped = []
+    monkeypatch.setattr(story.instance.experts.slots, "stop", lambda: stopped.append(True))
+    story.kept()
+    assert stopped, "else a hello would say what slots held"
+
+
 @pytest.mark.parametrize(
     ("first_page", "frame"), [(0, 5), (5, 9)], ids=["as another page", "as the same page"]
 )

@@ -121,14 +121,32 @@ def test_what_cannot_be_read_is_named(slots, monkeypatch):
     assert problem.endswith(str(slots.path))
 
 
-def test_a_checkpoint_that_is_gone_is_said(slots, monkeypatch):
-    def gone(*arguments):
-        raise FileNotFoundError("config.json")
+def test_a_checkpoint_that_is_gone_is_reported(slots, monkeypatch):
+    def gone(path, config, experts):
+        raise ValueError(f"{path}: no such file")
 
     monkeypatch.setattr(expert_weights, "open_tensors", gone)
     slots.slots.fill(1, moved(slots, [[5]] * len(mlps_of(slots))))
     assert slots.slots.came.wait(WAIT_S)
-    assert slots.slots.filled() == (1, "FileNotFoundError: config.json")
+    assert slots.slots.filled() == (1, f"ValueError: {slots.path}: no such file")
+
+
+def test_an_answer_is_the_newest_and_none_outlives_its_term(slots):
+    for number in (1, 2):
+        slots.slots.came.clear()
+        slots.slots.fill(number, slots.home)
+        assert slots.slots.came.wait(WAIT_S)
+    assert slots.slots.filled() == (2, "") and slots.slots.filled() is None
+    slots.slots.came.clear()
+    slots.slots.fill(3, slots.home)
+    assert slots.slots.came.wait(WAIT_S)
+    slots.slots.stop()
+    assert slots.slots.filled() is None
+
+
+def test_before_the_first_table_nothing_is_said_of_slots(slots):
+    fresh = LoadedSlots([slots.step], slots.slots._weights, mb_per_s=1)
+    assert fresh.held() == (), "shorter layers would shift those of later seats"
 
 
 def test_a_load_that_is_not_wanted_any_more_ends_at_once_and_says_nothing(slots):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from data_plane.attention.torch_paged import LatentKv
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
-from data_plane.native import build
+from data_plane.native import build, experts
 from data_plane.native.attention import NativeAttention
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
@@ -170,6 +170,21 @@ def test_experts(both, num_rows, limit):
             value, expected, atol=2e-6 if dtype == torch.float32 else 3e-2, rtol=1e-5
         )
         assert num_rows == 1 or (value[1] == 0).all()
+
+
+def test_an_expert_may_come_while_addresses_are_looked_up(both, monkeypatch):
+    _, _, kernels, weights, _, _ = both
+    moe = weights.layers[1].moe
+    moe = replace(moe, mlps=[*moe.mlps])
+    number, look_up = len(moe.mlps), experts.packed_address
+
+    def slow(weight):
+        moe.mlps[number:] = [moe.mlps[0]]
+        return look_up(weight)
+
+    monkeypatch.setattr(experts, "packed_address", slow)
+    found = kernels.addresses_of_experts(moe)
+    assert len(found.gate_up) == len(found.down) == number
 
 
 def region(dtype, max_rows, per_token, hidden):
