@@ -53,7 +53,6 @@ class ExpertTables:
         self.slots = slots
         """Where the experts are."""
         self.report_s = REPORT_S
-        """Seconds from one report of loads to the next."""
         self._reported_s = time.monotonic()
         self._number = 0
         self._coming: dict[int, ExpertTable] = {}
