@@ -186,8 +186,8 @@ def test_sums_are_equal_bit_by_bit_in_every_schedule_and_role_by_role(seed):
         assert case.outputs().equal(roles.outputs())
 
 
-# Seed 0 sees a flag that goes before its rows (tests/mutants/of_fused.py); 1 to 11 do not.
-@pytest.mark.parametrize("seed", [0, *in_system(*((seed,) for seed in range(1, 6)))])
+# Seed 1 sees a flag that goes before its rows (tests/mutants/of_fused.py); 0 and 2 to 14 do not.
+@pytest.mark.parametrize("seed", [1, *in_system((0,), *((seed,) for seed in range(2, 6)))])
 def test_woven_instances_never_see_half_a_packet(seed):
     case = drawn(FusedSizes(), 2, seed, num_rows=(2, 2))
     assert weave(case, seed) > 20
