@@ -202,7 +202,8 @@ def test_four_woven_instances_never_see_half_a_packet(seed):
     case.check()
 
 
-@pytest.mark.parametrize("seed", [2, *in_system((0,), (1,), *((seed,) for seed in range(3, 8)))])
+# Seed 4 sees a task that two programs draw (tests/mutants/of_fused.py).
+@pytest.mark.parametrize("seed", [4, *in_system(*((seed,) for seed in (0, 1, 2, 3, 5, 6, 7)))])
 def test_woven_programs_share_an_instances_tasks(seed):
     case = drawn(FusedSizes(width=32), 1, seed, num_rows=(4, 2))
     assert weave(case, seed, num_programs=2, chance=0.3) > 20
