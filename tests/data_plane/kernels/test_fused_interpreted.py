@@ -174,7 +174,7 @@ def sums_in_order(case, instance):
 @pytest.mark.parametrize("seed", [0, *in_system(*((seed,) for seed in range(1, 6)))])
 def test_sums_are_equal_bit_by_bit_in_every_schedule_and_role_by_role(seed):
     """Pairs are summed by ascending k and instances ascending, whatever arrived first."""
-    sizes = FusedSizes(num_experts=6, per_row=4, redundant=1)
+    sizes = FusedSizes(num_experts=6, per_row=6, redundant=1)
     with products_in_order():
         roles = drawn(sizes, 1)
         run_roles(roles)
