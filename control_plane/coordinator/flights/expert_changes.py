@@ -234,14 +234,11 @@ class ExpertChanges:
 
     def _remember(self) -> None:
         """Let a next term begin with this table: its slots are filled."""
-        seats = self._members.changes.seats
-        assert seats.experts is not None
-        seats.experts = ExpertTable.of(seats.experts.num_slots, *self._table)
+        table = ExpertTable.of(self.moves.num_slots, *self._table)
+        self._members.changes.seats.experts = table
 
     def _send(self) -> int:
-        seats = self._members.changes.seats
-        assert seats.experts is not None
-        table = ExpertTable.of(seats.experts.num_slots, *self._table)
+        table = ExpertTable.of(self.moves.num_slots, *self._table)
         self._newest += 1
         for seat in self._members.seats:
             self._members.send(Member("instance", seat), ChangeExperts(self._newest, table))

@@ -94,7 +94,7 @@ class RandomMoves:
     """Changes that a seed draws, in place of a balancer's: any that leave each expert somewhere."""
 
     def __init__(self, num_slots: int, seed: int) -> None:
-        self._random, self._num_slots = Random(seed), num_slots
+        self._random, self.num_slots = Random(seed), num_slots
         self.imbalances: list[float] = []
         self._left = 0
         self._table: Sequence[Sequence[int]] = ()
@@ -125,9 +125,9 @@ class RandomMoves:
             counts = Counter(experts)
             num_experts = max(experts) + 1
             places = [
-                seat * self._num_slots + slot
+                seat * self.num_slots + slot
                 for seat in self._seats
-                for slot in range(self._num_slots)
+                for slot in range(self.num_slots)
             ]
             for number in self._random.sample(places, self._random.randrange(len(places) + 1)):
                 if experts[number] >= 0 and counts[experts[number]] == 1:
