@@ -116,7 +116,9 @@ def build_app(
     )
     # The last one meets a request first.
     # Inside the others, so that this response too has its id and its origin.
-    app.add_middleware(ServerErrorMiddleware, handler=lambda request, error: error_response(FAILED))
+    app.add_middleware(
+        ServerErrorMiddleware, handler=lambda request, error: error_response(FAILED, request.scope)
+    )
     app.add_middleware(BodyLimit, max_body_bytes)
     app.add_middleware(RequireKey, keys, parts.operators)
     if cors_origins:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, {"error": {message, type, param, code}}, with vLLM's types."""
+"""Errors in OpenAI's form with vLLM's types, and in Anthropic's for the endpoints of that API."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.open_requests import RequestError
@@ -30,6 +32,18 @@ _TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
+_MESSAGES_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+_OVERLOADED = 529
+"""Anthropic's status of a service that is full or not ready."""
 _STATUS = {
     FinishReason.INVALID: HTTPStatus.BAD_REQUEST,
     FinishReason.REFUSED: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -47,6 +61,7 @@ _FIELDS = {
     *(field.name for field in fields(ClientRequest)),
 }
 _UNREADABLE = "the body cannot be read: it must be JSON in UTF-8, and not nested too deeply"
+_TOO_LONG = re.compile(rf"has (?:at least )?(\d+) tokens.* {CONTEXT_LENGTH} (\d+) tokens")
 _MAX_REPEATED_CHARACTERS = 60
 """Longest part of a client's value that a sentence repeats."""
 
@@ -63,20 +78,44 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every error response."""
+    """The body of an error response in OpenAI's form."""
 
     error: ErrorInfo
+
+
+class MessagesErrorInfo(BaseModel):
+    """A mistake in Anthropic's form."""
+
+    type: str
+    message: str
+    details: dict[str, Any] | None = None
+
+
+class MessagesErrorResponse(BaseModel):
+    """The body of an error response in Anthropic's form, and the event of one in a stream."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorInfo
+    request_id: str
 
 
 class ApiError(Exception):
     """A request that the HTTP API itself refuses."""
 
     def __init__(
-        self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+        self,
+        message: str,
+        param: str | None = None,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        code: str = "",
+        details: dict[str, Any] | None = None,
     ) -> None:
+        """code: a word in place of the status. details: of Anthropic's form."""
         super().__init__(message)
         self.param = param
         self.status = status
+        self.code = code
+        self.details = details
 
 
 FAILED = ApiError(
@@ -89,7 +128,9 @@ TOO_LARGE = "the body is larger than any request that the model can serve"
 def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorResponse]:
     """Return the status and the body for an error."""
     if isinstance(error, ApiError):
-        return error.status, _body(error.status, str(error), error.param)
+        body = _body(error.status, str(error), error.param)
+        body.error.code = error.code or body.error.code
+        return error.status, body
     status = _STATUS.get(error.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
     if error.reason is FinishReason.FAILED:
         return status, _body(status, f"{error}; send the request again")
@@ -106,9 +147,39 @@ def _named_field(sentence: str) -> str | None:
     return word if word.partition(".")[0] in _FIELDS else None
 
 
-def error_response(error: ApiError | RequestError) -> JSONResponse:
-    """Return the response for an error."""
-    return _response(*error_body(error))
+def messages_error_body(
+    error: ApiError | RequestError, request_id: str
+) -> tuple[int, MessagesErrorResponse]:
+    """Return the status and the body for an error in Anthropic's form."""
+    return _messages_form(*error_body(error), request_id, getattr(error, "details", None))
+
+
+def _messages_form(
+    status: HTTPStatus, body: ErrorResponse, request_id: str, details: dict[str, Any] | None = None
+) -> tuple[int, MessagesErrorResponse]:
+    kind, sentence = _MESSAGES_TYPES.get(status, "invalid_request_error"), body.error.message
+    if found := _TOO_LONG.search(sentence):
+        # Clients look for these words, and show the numbers.
+        sentence = f"prompt is too long: {found[1]} tokens > {found[2]} maximum. {sentence}"
+    more = {"details": details} if details else {}
+    info = MessagesErrorInfo(type=kind, message=sentence, **more)
+    is_full = status is HTTPStatus.SERVICE_UNAVAILABLE
+    number = _OVERLOADED if is_full else int(status)
+    return number, MessagesErrorResponse(error=info, request_id=request_id)
+
+
+def speaks_messages(scope: Scope | None) -> bool:
+    """Return whether the client expects Anthropic's form. scope: None before any request."""
+    if scope is None:
+        return False
+    path = scope["path"]
+    is_models = path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope)
+    return path.startswith("/v1/messages") or is_models
+
+
+def error_response(error: ApiError | RequestError, scope: Scope | None = None) -> JSONResponse:
+    """Return the response for an error, in the form that the client of `scope` expects."""
+    return _response(scope, *error_body(error), details=getattr(error, "details", None))
 
 
 def install(app: FastAPI) -> None:
@@ -117,12 +188,13 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: ApiError | RequestError) -> JSONResponse:
-        return error_response(error)
+        return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
         param, sentence = _first_mistake(error)
-        return _response(HTTPStatus.BAD_REQUEST, _body(HTTPStatus.BAD_REQUEST, sentence, param))
+        body = _body(HTTPStatus.BAD_REQUEST, sentence, param)
+        return _response(request.scope, HTTPStatus.BAD_REQUEST, body)
 
     @app.exception_handler(HTTPException)
     async def refused_by_the_framework(request: Request, error: HTTPException) -> JSONResponse:
@@ -137,13 +209,13 @@ def install(app: FastAPI) -> None:
             message = _UNREADABLE
         elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             message = TOO_LARGE
-        return _response(status, _body(status, message), error.headers)
+        return _response(request.scope, status, _body(status, message), error.headers)
 
     @app.exception_handler(RecursionError)
     async def too_deep(request: Request, error: RecursionError) -> JSONResponse:
         # A schema goes on as JSON, and writing takes more of the stack than reading.
         status = HTTPStatus.BAD_REQUEST
-        return _response(status, _body(status, _UNREADABLE))
+        return _response(request.scope, status, _body(status, _UNREADABLE))
 
 
 def _body(status: HTTPStatus, message: str, param: str | None = None) -> ErrorResponse:
@@ -151,12 +223,23 @@ def _body(status: HTTPStatus, message: str, param: str | None = None) -> ErrorRe
     return ErrorResponse(error=ErrorInfo(message=message, type=name, param=param, code=status))
 
 
-def _response(status: HTTPStatus, body: ErrorResponse, headers: Any = None) -> JSONResponse:
+def _response(
+    scope: Scope | None,
+    status: HTTPStatus,
+    body: ErrorResponse,
+    headers: Any = None,
+    details: dict[str, Any] | None = None,
+) -> JSONResponse:
     headers = dict(headers or {})
     if status is HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if status is HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
+    if scope is not None and speaks_messages(scope):
+        number, form = _messages_form(status, body, scope["state"]["request_id"], details)
+        return JSONResponse(
+            form.model_dump(exclude_unset=True) | {"type": "error"}, number, headers
+        )
     return JSONResponse(body.model_dump(), status, headers)
 
 

@@ -12,7 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.frontend.access.api_keys import REFUSED, ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import header_of
-from control_plane.frontend.http.errors import TOO_LARGE, ApiError, error_response
+from control_plane.frontend.http.errors import (
+    TOO_LARGE,
+    ApiError,
+    error_response,
+    speaks_messages,
+)
 from control_plane.observe.status_server import DATA_PATHS, OPERATOR_REQUIRED
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -52,7 +57,10 @@ class NameResponses:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = header_of(state["request_id"])
+                headers, name = MutableHeaders(scope=message), header_of(state["request_id"])
+                headers[REQUEST_ID_HEADER] = name
+                if speaks_messages(scope):
+                    headers["Request-Id"] = name
                 endpoint = getattr(scope.get("route"), "path", "none")
                 self._on_response(endpoint, method, message["status"])
             await send(message)
@@ -76,7 +84,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         else:
             sentence = OPERATOR_REQUIRED if is_data else REFUSED
-            refusal = error_response(ApiError(sentence, status=HTTPStatus.UNAUTHORIZED))
+            refusal = error_response(ApiError(sentence, status=HTTPStatus.UNAUTHORIZED), scope)
             await refusal(scope, receive, send)
 
 
@@ -91,9 +99,8 @@ class BodyLimit:
         """Refuse a declared length at once; else raise HTTPException as the body is read."""
         declared = Headers(scope=scope).get("Content-Length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
-            refusal = error_response(
-                ApiError(TOO_LARGE, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            )
+            error = ApiError(TOO_LARGE, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            refusal = error_response(error, scope)
             await refusal(scope, receive, send)
             return
         num_bytes = 0

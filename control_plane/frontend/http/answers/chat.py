@@ -21,7 +21,7 @@ from control_plane.frontend.http.answers.response_bodies import (
     TokenLogprob,
     TopLogprob,
 )
-from control_plane.frontend.http.answers.responses import Writer
+from control_plane.frontend.http.answers.responses import ChoicesWriter
 from control_plane.frontend.http.answers.token_names import finite
 from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.tools.answer_parser import AnswerPart, PartKind
@@ -84,7 +84,7 @@ class ChatAnswer:
         return fields | ({"tool_calls": calls} if calls else {})
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoicesWriter):
     """Writes chat completions."""
 
     def __init__(

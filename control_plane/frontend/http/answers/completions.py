@@ -15,7 +15,7 @@ from control_plane.frontend.http.answers.response_bodies import (
     CompletionChoice,
     CompletionLogprobs,
 )
-from control_plane.frontend.http.answers.responses import Writer
+from control_plane.frontend.http.answers.responses import ChoicesWriter
 from control_plane.frontend.http.answers.token_names import finite
 from control_plane.frontend.http.protocol import CompletionRequest
 from control_plane.frontend.text.tokenizer import Detokenizer, Tokenizer
@@ -60,7 +60,7 @@ class TextOffsets:
         return offset
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Writes completions."""
 
     def __init__(
