@@ -41,8 +41,17 @@ from control_plane.frontend.http.client_requests import (
     chat_request,
     check_model,
     completion_requests,
+    required_tokenizer,
 )
-from control_plane.frontend.http.errors import FAILED, ApiError, ErrorResponse, error_response
+from control_plane.frontend.http.errors import (
+    FAILED,
+    ApiError,
+    ErrorResponse,
+    error_response,
+    speaks_messages,
+)
+from control_plane.frontend.http.messages.endpoints import add_messages, model_page
+from control_plane.frontend.http.messages.protocol import ModelInfo, ModelPage
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
     REQUEST_ID_HEADER,
@@ -132,6 +141,7 @@ def build_app(
     app.add_middleware(NameResponses, parts.on_response)
     errors.install(app)
     _add_generation(app, parts, keys)
+    add_messages(app, parts.open_requests, parts.model, keys, _POST)
     _add_tokenizer(app, parts)
     _add_model(app, parts)
     _add_health(app, parts)
@@ -178,14 +188,14 @@ def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
 
     @app.post("/v1/completions", response_model=Completion, **_POST)
     async def completions(request: CompletionRequest, http_request: Request) -> Response:
-        name, origin = named("cmpl", request, http_request)
+        name, origin = named("cmpl-", request, http_request)
         asked = completion_requests(request, model, name, origin)
         writer = CompletionWriter(request, name, model.name, tokenizer)
         return await respond(http_request, deltas(open_requests, asked), writer, request.stream)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, **_POST)
     async def chat_completions(request: ChatRequest, http_request: Request) -> Response:
-        name, origin = named("chatcmpl", request, http_request)
+        name, origin = named("chatcmpl-", request, http_request)
         asked, new_parser = await chat_request(request, model, name, origin)
         writer = ChatWriter(request, name, model.name, tokenizer, new_parser)
         return await respond(http_request, deltas(open_requests, [asked]), writer, request.stream)
@@ -194,15 +204,10 @@ def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
 def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:
     limits, model = parts.open_requests.limits, parts.model
 
-    def tokenizer() -> Tokenizer:
-        if parts.open_requests.tokenizer is None:
-            raise ApiError("the checkpoint has no tokenizer.json: only token ids can be used")
-        return parts.open_requests.tokenizer
-
     @app.post("/tokenize", response_model=TokenizeResponse, **_POST)
     async def tokenize(request: TokenizeTextRequest | TokenizeChatRequest) -> Response:
         check_model(request.model, model)
-        library = tokenizer()
+        library = required_tokenizer(parts.open_requests)
         if isinstance(request, TokenizeChatRequest):
             check_template_fields(request.chat_template)
             text = await chat_prompt(request, model)
@@ -235,7 +240,7 @@ def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:
                     f"({limits.vocab_size})",
                     "tokens",
                 )
-        return tokenizer().decode(token_ids)
+        return required_tokenizer(parts.open_requests).decode(token_ids)
 
 
 def _add_model(app: FastAPI, parts: ApiParts) -> None:
@@ -247,15 +252,17 @@ def _add_model(app: FastAPI, parts: ApiParts) -> None:
         max_model_len=parts.open_requests.limits.max_model_len,
     )
 
+    page = model_page(model, card.max_model_len)
+
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[card])
+    async def models(request: Request) -> ModelList | ModelPage:
+        return page if speaks_messages(request.scope) else ModelList(data=[card])
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
-    async def one_model(name: str) -> ModelCard:
+    async def one_model(name: str, request: Request) -> ModelCard | ModelInfo:
         check_model(name, model)
-        return card
+        return page.data[0] if speaks_messages(request.scope) else card
 
     @app.get("/version")
     async def service_version() -> Version:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -33,7 +33,9 @@ from control_plane.frontend.http.tools.answer_parser import THINK
 from control_plane.frontend.http.tools.chat_tools import read_tools
 from control_plane.frontend.http.tools.conversation import conversation
 from control_plane.frontend.http.tools.forced_calls import Parser
+from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.text.default_sampling import our_top_k
+from control_plane.frontend.text.tokenizer import Tokenizer
 from control_plane.frontend.validation import check_request_id
 from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 
@@ -54,6 +56,13 @@ def check_model(name: str | None, model: ServedModel) -> None:
         )
 
 
+def required_tokenizer(open_requests: OpenRequests) -> Tokenizer:
+    """Return the checkpoint's tokenizer. Raises ApiError without one."""
+    if open_requests.tokenizer is None:
+        raise ApiError("the checkpoint has no tokenizer.json: only token ids can be used")
+    return open_requests.tokenizer
+
+
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
     """Return the id of the response, from the header, else from the body. Raises ApiError."""
     if request.request_id and not http_request.headers.get(REQUEST_ID_HEADER):
@@ -62,7 +71,7 @@ def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> s
         check_request_id(http_request.state.request_id)
     except ValueError as error:
         raise ApiError(str(error), "request_id") from error
-    return f"{prefix}-{http_request.state.request_id}"
+    return f"{prefix}{http_request.state.request_id}"
 
 
 def completion_requests(
@@ -105,14 +114,21 @@ def _max_tokens(request: CompletionRequest) -> int:
 
 
 async def chat_request(
-    request: ChatRequest, model: ServedModel, request_id: str, origin: Origin
+    request: ChatRequest,
+    model: ServedModel,
+    request_id: str,
+    origin: Origin,
+    hidden: Collection[str] = (),
 ) -> tuple[ClientRequest, Callable[[], Parser] | None]:
-    """Return the request of a chat with its text, and its maker of parsers."""
+    """Return the request of a chat with its text, and its maker of parsers.
+
+    hidden: see chat_prompt.
+    """
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     fields = _shared(request, model)
     has_format = "constraint_field" in fields
     tools = read_tools(request, model.call_form, has_format)
-    prompt = await chat_prompt(request, model)
+    prompt = await chat_prompt(request, model, hidden)
     fields |= tools.constraint(is_free=not has_format)
     fields["reasoning"] = _reasoning(model, prompt, is_held="constraint_field" in fields)
     parser = tools.new_parser(fields["reasoning"])
@@ -146,8 +162,13 @@ def _reasoning(model: ServedModel, prompt: str, is_held: bool) -> Reasoning | No
     return Reasoning(*THINK, has_begun=end.endswith(THINK[0]))
 
 
-async def chat_prompt(request: TemplateFields, model: ServedModel) -> str:
-    """Render the messages by the model's template. Raises ApiError."""
+async def chat_prompt(
+    request: TemplateFields, model: ServedModel, hidden: Collection[str] = ()
+) -> str:
+    """Render the messages by the model's template. Raises ApiError.
+
+    hidden: names of tools that the template does not get, since messages define them.
+    """
     if model.chat_template is None:
         raise ApiError(
             f"{model.name!r} has no chat template (chat_template.jinja, or chat_template in "
@@ -162,7 +183,7 @@ async def chat_prompt(request: TemplateFields, model: ServedModel) -> str:
         return await asyncio.to_thread(
             model.chat_template.render,
             conversation(request.messages, model.chat_template),
-            tools=request.tools,
+            tools=_shown(request.tools, hidden),
             add_generation_prompt=adds_prompt,
             continue_final_message=request.continue_final_message,
             arguments=arguments,
@@ -170,6 +191,13 @@ async def chat_prompt(request: TemplateFields, model: ServedModel) -> str:
     except ValueError as error:
         # It begins with the field.
         raise ApiError(str(error), str(error).partition(" ")[0]) from error
+
+
+def _shown(tools: list[dict[str, Any]] | None, hidden: Collection[str]) -> Any:
+    """Of no tools the template sees none: some write an empty list otherwise."""
+    if not hidden:
+        return tools
+    return [one for one in tools or () if one["function"]["name"] not in hidden] or None
 
 
 def _template_arguments(request: TemplateFields, model: ServedModel) -> dict[str, Any]:

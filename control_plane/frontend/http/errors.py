@@ -42,6 +42,13 @@ _MESSAGES_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
+_MESSAGES_FIELDS = {
+    r"(tools\.\d+)\.function\.parameters": r"\1.input_schema",
+    r"(tools\.\d+)\.function": r"\1",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Names of a chat's fields at the start of a sentence, in Anthropic's API."""
 _OVERLOADED = 529
 """Anthropic's status of a service that is full or not ready."""
 _STATUS = {
@@ -161,11 +168,13 @@ def _messages_form(
     if found := _TOO_LONG.search(sentence):
         # Clients look for these words, and show the numbers.
         sentence = f"prompt is too long: {found[1]} tokens > {found[2]} maximum. {sentence}"
+    for ours, theirs in _MESSAGES_FIELDS.items():
+        sentence = re.sub(f"^{ours}\\b", theirs, sentence)
     more = {"details": details} if details else {}
     info = MessagesErrorInfo(type=kind, message=sentence, **more)
     is_full = status is HTTPStatus.SERVICE_UNAVAILABLE
     number = _OVERLOADED if is_full else int(status)
-    return number, MessagesErrorResponse(error=info, request_id=request_id)
+    return number, MessagesErrorResponse(type="error", error=info, request_id=request_id)
 
 
 def speaks_messages(scope: Scope | None) -> bool:
@@ -237,9 +246,7 @@ def _response(
         headers["WWW-Authenticate"] = "Bearer"
     if scope is not None and speaks_messages(scope):
         number, form = _messages_form(status, body, scope["state"]["request_id"], details)
-        return JSONResponse(
-            form.model_dump(exclude_unset=True) | {"type": "error"}, number, headers
-        )
+        return JSONResponse(form.model_dump(exclude_unset=True), number, headers)
     return JSONResponse(body.model_dump(), status, headers)
 
 

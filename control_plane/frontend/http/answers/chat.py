@@ -53,9 +53,14 @@ class ChatAnswer:
                 self._parts.append(part)
                 self.num_calls += part.call is not None
 
+    @property
+    def new_parts(self) -> Sequence[AnswerPart]:
+        """The parts of the latest text."""
+        return self._parts[self._num_old :]
+
     def new_message(self) -> ChatMessage:
         """Return the parts of the latest text, if any."""
-        fields = self._fields(self._parts[self._num_old :])
+        fields = self._fields(self.new_parts)
         calls = fields.get("tool_calls", [])
         for index, call in enumerate(calls, self.num_calls - len(calls)):
             call.index = index
