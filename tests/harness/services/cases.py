@@ -17,6 +17,7 @@ from nanocp.client import Client, InvalidArgument, ServiceError
 
 CASES = TESTS / "cases"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar",
                 "json_object": "json_object", "structural_tag": "structural_tag"}  # fmt: skip
 _OVER_GRPC = {"prompt", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed",
@@ -72,7 +73,7 @@ def _case(path: Path) -> Case:
 
 def _ways(case: Case) -> Iterator[str]:
     yield "whole"
-    if case.endpoint in (COMPLETIONS, CHAT):
+    if case.endpoint in (COMPLETIONS, CHAT, MESSAGES):
         yield "stream"
     # Parts of characters and halves of surrogates do not travel in protobuf.
     if case.endpoint == COMPLETIONS and not case.headers and set(case.body) <= _OVER_GRPC:
@@ -108,6 +109,8 @@ def ask(case: Case, way: str, http: str, grpc: str) -> CaseAnswer:
     names = dict(answer.headers)
     if not names.get("content-type", "").startswith("text/event-stream"):
         return CaseAnswer(answer.status_code, strict_json(answer.text), names)
+    if case.endpoint == MESSAGES:
+        return _joined_events(answer.text, names)
     # As clients read it that split at every kind of line end.
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert events and events.pop() == "[DONE]", f"the stream was cut: {answer.text[-300:]!r}"
@@ -129,6 +132,49 @@ def _joined(chunks: list[Any], headers: dict[str, str]) -> CaseAnswer:
             _add(choice, new)
     body["choices"] = [choice for _, choice in sorted(choices.items())]
     return CaseAnswer(200, body, headers)
+
+
+def _joined_events(text: str, headers: dict[str, str]) -> CaseAnswer:
+    """The events of a stream of Messages as one body."""
+    events = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = event.partition("\n")
+        events.append(strict_json(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    if events[-1]["type"] == "error":
+        return CaseAnswer(200, events[-1], headers)
+    return CaseAnswer(200, joined_message(events), headers)
+
+
+def joined_message(events: list[Any]) -> dict[str, Any]:
+    """The message of a stream's events, whose order is checked."""
+    body, open_block, texts = events[0]["message"], None, list[str]()
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+    assert body["content"] == [] and body["stop_reason"] is None
+    for event in events[1:-1]:
+        match event:
+            case {"type": "content_block_start", "index": number, "content_block": block}:
+                assert open_block is None and number == len(body["content"])
+                body["content"].append(block)
+                open_block, texts = block, []
+            case {"type": "content_block_delta", "index": number, "delta": delta}:
+                assert open_block is body["content"][number]
+                kind = delta["type"].removesuffix("_delta")
+                if kind == "input_json":
+                    texts.append(delta["partial_json"])
+                else:
+                    open_block[kind] += delta[kind]
+            case {"type": "content_block_stop", "index": number}:
+                assert open_block is body["content"][number]
+                if open_block["type"] == "tool_use":
+                    open_block["input"] = strict_json("".join(texts))
+                open_block = None
+            case {"type": "message_delta", "delta": delta, "usage": usage}:
+                assert open_block is None
+                body |= {**delta, "usage": usage}
+            case other:
+                assert other == {"type": "ping"}
+    return body
 
 
 def _add(whole: dict[str, Any], new: dict[str, Any]) -> None:
