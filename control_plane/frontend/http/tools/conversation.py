@@ -19,7 +19,8 @@ from control_plane.frontend.http.tools.template_habits import (
 def conversation(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Return the messages for this template. Raises ApiError.
 
-    Instructions that it would lose become the user's, at their place, or join those before.
+    Instructions that it would lose become the user's, at their place, or join those before; so
+    do a user's messages in a row that it refuses.
     """
     habits = habits_of(template)
     written: list[dict[str, Any]] = []
@@ -34,9 +35,10 @@ def conversation(messages: Sequence[Message], template: ChatTemplate) -> list[di
         role = "user" if is_moved else role
         fields = _message(message, role, number, habits)
         pair = (written[-1]["role"] if written else "", role)
-        # Many templates refuse two messages of the user in a row.
-        is_joined = (is_moved or was_moved) and pair == ("user", "user")
-        if is_joined or not (is_late or number == 0 or pair in habits.leading_pairs):
+        is_joined = number > 0 and pair not in habits.pairs
+        if is_late:
+            is_joined = pair == ("user", "user") and (is_joined or is_moved or was_moved)
+        if is_joined:
             contents[-1].append(fields["content"])
         else:
             written.append(fields)

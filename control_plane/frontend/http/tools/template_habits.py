@@ -49,8 +49,8 @@ class TemplateHabits:
     """Roles whose content it accepts in parts."""
     late_roles: frozenset[str]
     """Those of INSTRUCTIONS that it writes behind a user's message too."""
-    leading_pairs: frozenset[tuple[str, str]]
-    """Roles of two first messages that it writes both."""
+    pairs: frozenset[tuple[str, str]]
+    """Roles of two first messages that it writes both, of INSTRUCTIONS or the user's."""
 
 
 @lru_cache(maxsize=16)
@@ -66,7 +66,9 @@ def habits_of(template: ChatTemplate) -> TemplateHabits:
         frozenset(role for role in _ROLES if _takes_parts(template, role, takes_text)),
         frozenset(role for role in INSTRUCTIONS if _writes_both(template, role, role, _USER)),
         frozenset(
-            pair for pair in product(INSTRUCTIONS, INSTRUCTIONS) if _writes_both(template, *pair)
+            pair
+            for pair in [("user", "user"), *product(INSTRUCTIONS, INSTRUCTIONS)]
+            if _writes_both(template, *pair)
         ),
     )
 

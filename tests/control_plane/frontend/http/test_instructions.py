@@ -66,7 +66,7 @@ def test_habits_are_found_by_rendering():
     for name, template in ALL.items():
         habits = habits_of(template)
         assert ("system" in habits.late_roles) == (name not in MOVES), name
-        assert (("system", "system") in habits.leading_pairs) == (name not in MOVES), name
+        assert (("system", "system") in habits.pairs) == (name not in MOVES), name
     assert habits_of(ALL["one_developer"]).knows_developer
 
 
@@ -126,15 +126,29 @@ def test_what_a_template_does_right_is_left_to_it(name):
         ]
 
 
-@pytest.mark.parametrize("name", sorted(MOVES))
+@pytest.mark.parametrize("name", ["late_lost", "one_developer"])
 def test_users_texts_are_joined_only_where_one_was_moved(name):
     two = [{"role": "user", "content": text} for text in ("One", "Two")]
     late = {"role": "system", "content": "Late"}
-    assert [one["content"] for one in prepared(name, two)] == ["One", "Two"]
-    assert [one["content"] for one in prepared(name, [*two, late])] == ["One", "Two\n\nLate"]
-    assert [one["content"] for one in prepared(name, [two[0], late, *two])] == [
-        "One\n\nLate\n\nOne", "Two"
-    ]  # fmt: skip
+    for messages, joined in [
+        (two, ["One", "Two"]),
+        ([*two, late], ["One", "Two\n\nLate"]),
+        ([two[0], late, late, *two], ["One\n\nLate\n\nLate\n\nOne", "Two"]),
+    ]:
+        assert [one["content"] for one in prepared(name, messages)] == joined
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_users_texts_in_a_row_are_joined_for_templates_that_refuse_them(name):
+    first = [{"role": "user", "content": text} for text in ("One", "Two")]
+    if name == "late_refused":
+        assert rendered(name, first) == rendered(name, [{"role": "user", "content": "One\n\nTwo"}])
+    else:
+        assert rendered(name, first) == ALL[name].render(first, tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", sorted(MOVES))
+def test_no_role_stands_where_the_template_would_refuse_it(name):
     for seed in range(60):
         roles = [one["role"] for one in prepared(name, talk(seed))]
         assert ("user", "user") not in pairwise(roles)
