@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def prose(name: str, num_sentences: int) -> str:
-    """The same sentences for the same name, and others for another."""
+    """Sentences that are the same for the same name, and others for another."""
     dice = random.Random(name)
     sentences = [" ".join(dice.choices(_WORDS, k=9)).capitalize() for _ in range(num_sentences)]
     return f"About {name}. " + ". ".join(sentences) + "."
