@@ -9,6 +9,7 @@ import of_mixture
 import overlap
 from mutant import Mutant as Mutant
 from mutant import seen_by
+from of_doors import OF_DOORS
 from of_drafts import OF_DRAFTS
 from of_layer import OF_LAYER
 from of_offload import OF_OFFLOAD
@@ -252,6 +253,7 @@ MUTANTS = [
            why="a file of API keys that was emptied opens the service to everybody",
            text="if not lines or not all(", fault="if not all("),
     *OF_PIPELINE,
+    *OF_DOORS,
     *OF_DRAFTS,
     *OF_STATES,
     *OF_OFFLOAD,

@@ -63,6 +63,10 @@ MODELS = {
     "coderish": TaleModel("qwen3_coder.jinja", _with_bos),
     "kimiish": TaleModel("kimi_k2.jinja", _with_bos),
     "thinking": TaleModel("thinking.jinja", _with_bos),
+    **{
+        name: TaleModel(f"{name}.jinja", _with_bos)
+        for name in ("late_kept", "late_refused", "late_lost", "late_hoisted")
+    },
     "swapped": TaleModel("", _with_likely_bytes),
     "effort": TaleModel("effort.jinja"),
     "ends": TaleModel("bos.jinja", files={

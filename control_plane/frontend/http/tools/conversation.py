@@ -9,12 +9,45 @@ from typing import Any
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.protocol import Message, TextPart
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
-from control_plane.frontend.http.tools.template_habits import habits_of
+from control_plane.frontend.http.tools.template_habits import (
+    INSTRUCTIONS,
+    TemplateHabits,
+    habits_of,
+)
 
 
 def conversation(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return the messages for this template. Raises ApiError."""
-    return [_message(message, number, template) for number, message in enumerate(messages)]
+    """Return the messages for this template. Raises ApiError.
+
+    Instructions that it would lose become the user's, at their place, or join those before; so
+    do a user's messages in a row that it refuses.
+    """
+    habits = habits_of(template)
+    written: list[dict[str, Any]] = []
+    contents: list[list[Any]] = []
+    is_late = was_moved = False
+    for number, message in enumerate(messages):
+        role = message.role
+        if role == "developer" and not habits.knows_developer:
+            role = "system"
+        is_late = is_late or role not in INSTRUCTIONS
+        is_moved = is_late and role in INSTRUCTIONS and role not in habits.late_roles
+        role = "user" if is_moved else role
+        fields = _message(message, role, number, habits)
+        pair = (written[-1]["role"] if written else "", role)
+        is_joined = number > 0 and pair not in habits.pairs
+        if is_late:
+            is_joined = pair == ("user", "user") and (is_joined or is_moved or was_moved)
+        if is_joined:
+            contents[-1].append(fields["content"])
+        else:
+            written.append(fields)
+            contents.append([fields["content"]])
+        was_moved = is_moved
+    return [
+        {**fields, "content": _joined(some)} if len(some) > 1 else fields
+        for fields, some in zip(written, contents, strict=True)
+    ]
 
 
 def earlier_calls(message: Message) -> list[Any]:
@@ -23,15 +56,26 @@ def earlier_calls(message: Message) -> list[Any]:
     return calls if isinstance(calls, list) else []
 
 
-def _message(message: Message, number: int, template: ChatTemplate) -> dict[str, Any]:
-    habits = habits_of(template)
+def _joined(contents: Sequence[Any]) -> str | list[dict[str, str]]:
+    """Return the contents as one; a single part is as a text."""
+    parts: list[list[str]] = [[]]
+    for content in contents:
+        given = content if isinstance(content, list) else [{"text": content or ""}]
+        for index, part in enumerate(given):
+            if index:
+                parts.append([])
+            parts[-1].append(part["text"])
+    texts = ["\n\n".join(filter(None, part)) for part in parts]
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+def _message(message: Message, role: str, number: int, habits: TemplateHabits) -> dict[str, Any]:
     # Most templates handle an absent field, and few one that is null.
     fields = {name: value for name, value in message.model_dump().items() if value is not None}
-    if message.role == "developer" and not habits.knows_developer:
-        fields["role"] = "system"
+    fields["role"] = role
     if isinstance(message.content, list):
         parts = [_text_part(part, message.role, number) for part in message.content]
-        takes_parts = fields["role"] in habits.roles_with_parts
+        takes_parts = role in habits.roles_with_parts
         fields["content"] = parts if takes_parts else "\n".join(part["text"] for part in parts)
     elif message.content is None:
         fields["content"] = habits.no_content

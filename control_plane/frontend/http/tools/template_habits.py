@@ -28,6 +28,9 @@ _ID = f"functions.{_NAME}:0"
 _USER = {"role": "user", "content": "Where?"}
 _RESULT = {"role": "tool", "tool_call_id": _ID, "name": _NAME}
 _SHOWN = ("first-probe", "second-probe")
+_ROLES = ("system", "user", "assistant", "tool")
+INSTRUCTIONS = ("system", "developer")
+"""Roles of messages that nobody in the conversation says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,10 @@ class TemplateHabits:
     """True if it accepts messages of the role developer."""
     roles_with_parts: frozenset[str]
     """Roles whose content it accepts in parts."""
+    late_roles: frozenset[str]
+    """Those of INSTRUCTIONS that it writes behind a user's message too."""
+    pairs: frozenset[tuple[str, str]]
+    """Roles of two first messages that it writes both, of INSTRUCTIONS or the user's."""
 
 
 @lru_cache(maxsize=16)
@@ -57,6 +64,12 @@ def habits_of(template: ChatTemplate) -> TemplateHabits:
         takes_text,
         "developer" in template.source and _SHOWN[0] in _rendered(template, developer),
         frozenset(role for role in _ROLES if _takes_parts(template, role, takes_text)),
+        frozenset(role for role in INSTRUCTIONS if _writes_both(template, role, role, _USER)),
+        frozenset(
+            pair
+            for pair in [("user", "user"), *product(INSTRUCTIONS, INSTRUCTIONS)]
+            if _writes_both(template, *pair)
+        ),
     )
 
 
@@ -90,7 +103,11 @@ def _with_call(content: str | None, takes_text: bool) -> list[dict[str, Any]]:
     return [_USER, asked, {**_RESULT, "content": "Rain."}]
 
 
-_ROLES = ("system", "user", "assistant", "tool")
+def _writes_both(template: ChatTemplate, role: str, other: str, *between: dict[str, Any]) -> bool:
+    first, second = {"role": role, "content": _SHOWN[0]}, {"role": other, "content": _SHOWN[1]}
+    answer = [{"role": "assistant", "content": "There."}] if between else []
+    text = _rendered(template, [first, *between, second, *answer, _USER])
+    return all(one in text for one in _SHOWN)
 
 
 def _takes_parts(template: ChatTemplate, role: str, takes_text: bool) -> bool:

@@ -1,0 +1,156 @@
+"""Two coding agents for the command line, unmodified, end tasks with scripted answers.
+
+Needs a folder whose node_modules has them, in NANOCP_AGENTS or here: `npm install
+@anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0`. They use no network but loopback.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from harness.paths import ROOT
+from harness.services.frontend_fakes import TOKENIZER, running
+from harness.services.tale_models import TEMPLATES
+from nanocp.values.plan import FinishReason
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+LATE = ["late_kept", "late_refused", "late_lost", "late_hoisted"]
+"""Templates by what they do with a system message behind a user's."""
+TASK = "Read note.txt and write its number to out.txt."
+PAGE = 64
+
+
+def program(name):
+    path = Path(os.environ.get("NANOCP_AGENTS", ROOT)) / "node_modules/.bin" / name
+    if not path.exists():
+        pytest.skip(f"no program {path}; npm installs it, and NANOCP_AGENTS names another folder")
+    return path
+
+
+def call(name, **arguments):
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"\n<tool_call>\n{text}\n</tool_call>"
+
+
+@contextlib.contextmanager
+def playing(template, answers):
+    """A service whose model says these answers, one for each request; their prompts' tokens."""
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    model = ServedModel(
+        "tale", "tale", ChatTemplate(source, tokens), call_form="hermes", has_reasoning=True
+    )
+    prompts = []
+
+    def play():
+        for answer in answers:
+            submission = service.submitted()
+            prompts.append(list(submission.prompt_ids))
+            ids = [*TOKENIZER.encode(answer, add_special_tokens=False), 1]
+            for first in range(0, len(ids), 5):
+                finish = FinishReason.STOP if first + 5 >= len(ids) else None
+                batch = ids[first : first + 5]
+                service.instance.deliver(submission.request_id, first, batch, finish)
+
+    with running(model=model) as service, ThreadPoolExecutor(1) as pool:
+        played = pool.submit(play)
+        yield service.url, prompts
+        played.result(5)
+        assert service.controller.submissions.empty()
+
+
+def ran(command, folder, **environment):
+    """What the agent printed, who worked in a folder with a note."""
+    work, home = folder / "work", folder / "home"
+    work.mkdir()
+    home.mkdir()
+    (work / "note.txt").write_text("The number is seven.\n")
+    own = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    ended = subprocess.run(
+        list(map(str, command)),
+        cwd=work,
+        env=own | {"HOME": str(home)} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    print(ended.stdout[-4000:], ended.stderr[-4000:], file=sys.stderr)
+    assert ended.returncode == 0
+    assert (work / "out.txt").read_text() == "seven\n"
+    return ended.stdout
+
+
+def shared(prompts):
+    """The parts of the full pages of each prompt that the next one has too, in percent."""
+    found = []
+    for before, after in pairwise(prompts):
+        pages = len(before) // PAGE
+        same = [before[: (n + 1) * PAGE] == after[: (n + 1) * PAGE] for n in range(pages)]
+        found.append(100 * sum(same) / pages)
+    return found
+
+
+def texts(prompts):
+    return [TOKENIZER._tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+
+
+@pytest.mark.parametrize("template", LATE)
+def test_claude_code_loads_a_tool_reads_and_writes(template, tmp_path):
+    command = [program("claude"), "-p", TASK, "--allowedTools", "Read,Bash"]
+    answers = [
+        "<think>A tool first.</think>" + call("ToolSearch", query="select:WebFetch", max_results=5),
+        "Now the note." + call("Read", file_path=str(tmp_path / "work/note.txt")),
+        call("Bash", command="echo seven > out.txt", description="Write the number"),
+        "It is seven.",
+    ]
+    with playing(template, answers) as (url, prompts):
+        printed = ran(
+            command,
+            tmp_path,
+            ANTHROPIC_BASE_URL=url,
+            ANTHROPIC_API_KEY="x",
+            ANTHROPIC_MODEL="tale",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+            ENABLE_TOOL_SEARCH="true",
+        )
+    assert "It is seven." in printed
+    assert len(prompts) == 4 and min(shared(prompts)) >= 95
+    first, loaded, read, _ = texts(prompts)
+    # The place of work stands in the system message behind the task.
+    assert str(tmp_path / "work") in first and "x-anthropic-billing-header" not in first
+    assert first.count("Fetches a URL") == 0 and loaded.count("Fetches a URL") == 1
+    assert "The number is seven." in read
+
+
+@pytest.mark.parametrize("template", LATE)
+def test_codex_reads_and_writes(template, tmp_path):
+    command = [program("codex"), "exec", "--skip-git-repo-check",
+               "--dangerously-bypass-approvals-and-sandbox", "-m", "tale"]  # fmt: skip
+    answers = [
+        "<think>The note first.</think>" + call("exec_command", cmd="cat note.txt"),
+        call("exec_command", cmd="echo seven > out.txt"),
+        "It is seven.",
+    ]
+    with playing(template, answers) as (url, prompts):
+        provider = {
+            "name": "here", "base_url": f"{url}/v1", "wire_api": "responses", "env_key": "HERE_KEY"
+        }  # fmt: skip
+        values = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+        command += ["-c", 'model_provider="here"', "-c", f"model_providers.here={{{values}}}"]
+        printed = ran([*command, TASK], tmp_path, HERE_KEY="x")
+    assert "It is seven." in printed
+    assert len(prompts) == 3 and min(shared(prompts)) >= 95
+    first, read, _ = texts(prompts)
+    assert first.index(str(tmp_path / "work")) < first.rindex(TASK)
+    assert "The number is seven." in read
