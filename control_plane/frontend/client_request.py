@@ -28,13 +28,13 @@ class Origin:
     traceparent: str = ""
     """W3C header of the request's trace, or empty."""
     cache_salt: str | None = None
-    """Its KV is shared with requests of equal salts only; None: none."""
+    """KV is shared with requests of an equal salt only; None: no salt."""
     is_salted_by_key: bool = False
-    """Its KV is shared with requests of its tenant only."""
+    """KV is shared within the tenant only."""
 
     @property
     def salt(self) -> bytes:
-        """The seed of its page hashes; empty: KV is shared with all that have none."""
+        """Return the seed of page hashes; empty: KV is shared with all that have none."""
         return salt_of(self.tenant if self.is_salted_by_key else None, self.cache_salt)
 
 

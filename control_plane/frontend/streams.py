@@ -85,6 +85,7 @@ class Submissions:
             queue_timeout_us,
             self._front_end,
             stream.choice.prompt_logprobs if is_asking else None,
+            salt,
         )
         self.controller.submit(submission)
 

@@ -177,6 +177,7 @@ def test_every_attempt_hashes_its_pages_with_the_salt():
         hashes = page_hashes(known, salted.salt)
         assert submission.arrival.page_hashes == hashes and len(hashes) == (len(known) > 64)
         row = decode_row_input(submission.arrival.row_start)
+        assert submission.salt == salted.salt
         assert row.page_hash == (*hashes, salted.salt)[0], number
     assert [len(each.prompt_ids) for each in submissions] == [63, 63, 65, 65, 63, 65]
 
