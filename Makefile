@@ -71,12 +71,11 @@ $(VLLM_SOURCES)/.fetched: $(STAMP)
 		--no-deps --no-binary vllm --no-build-isolation --dest $(VLLM_SOURCES) vllm==0.33.0
 	touch $@
 
-# Their pins and ours differ. litellm asks for openai below 3, pydantic-ai for 3 or later: litellm comes first, and works with 3.
-# A later pydantic-ai asks for an openai whose jiter is too new for instructor.
+# Their pins and ours differ. litellm asks for openai below 3, and works with 3; instructor asks for an older jiter than the others, and works with theirs.
 $(CLIENTS)/.installed: Makefile
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check litellm==1.105.2 langchain-openai==1.7.3
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check instructor==1.17.0 'pydantic-ai-slim[openai]==2.38.0'
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check litellm==1.105.2 instructor==1.17.0
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check anthropic==2.14.0 openai==3.57.0 langchain-anthropic==1.7.10 langchain-openai==1.7.4 openai-agents==0.24.0 'pydantic-ai-slim[anthropic,openai]==2.68.0'
 	touch $@
 
 # Debian: prometheus, chromium, haproxy, iproute2, openssh-server, openssh-client, rsync.

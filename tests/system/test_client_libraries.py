@@ -5,6 +5,7 @@ Needs a Python that has them, whose path is in NANOCP_CLIENTS_PYTHON; `make test
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,9 @@ def service():
         yield service
 
 
-def found_by(library, python, service):
+def found_by(library, python, service, program="client_libraries"):
     """What the library made of the service's answers."""
-    command = [python, str(TESTS / "harness/programs/client_libraries.py"), library]
+    command = [python, str(TESTS / f"harness/programs/{program}.py"), library]
     command += [f"http://127.0.0.1:{service.http_port}", "tale"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     answer = subprocess.run(
@@ -81,3 +82,29 @@ def test_langchain_openai(clients_python, service):
     assert is_call(found["tool"]) and is_call(found["tool, streamed"])
     assert found["text"]
     assert "maximum context length is" in found["too long"]
+
+
+def assert_found(found):
+    """Texts, calls of the tool, and classes, each whole and streamed."""
+    assert found["text"]
+    for name, value in found.items():
+        if name.startswith("tool"):
+            tool, arguments = value
+            assert tool == "weather" and arguments.keys() == {"city"}
+            assert arguments["city"] in ("Rome", "Ulm")
+        elif name.startswith(("schema", "class")):
+            assert value["name"] in ("Rome", "Ulm") and value["people"] in (1, 2)
+
+
+MESSAGES_CLIENTS = ["anthropic", "litellm", "langchain", "pydantic-ai"]
+
+
+@pytest.mark.parametrize("client", MESSAGES_CLIENTS)
+def test_a_client_of_messages(client, clients_python, service):
+    found = found_by(client, clients_python, service, "agent_clients")
+    assert len(found) == {"anthropic": 10, "litellm": 3, "langchain": 5, "pydantic-ai": 2}[client]
+    if client == "anthropic":
+        assert found.pop("text, final") == found["text"] and found.pop("reason") == "max_tokens"
+        assert found.pop("runner") and found.pop("count") > 5 and found.pop("models") == ["tale"]
+        assert re.match(r"prompt is too long: \d+ tokens > 8192 maximum", found.pop("too long"))
+    assert_found({"text": "-"} | found)

@@ -21,7 +21,7 @@ MAX_MESSAGES = 8192
 _CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields of chats with the sampling parameter that each is."""
 _LEAVE_OUT = "leave it out"
-_NOTHING: tuple[Any, ...] = (None, "", [], {}, ["text"])
+_NOTHING: tuple[Any, ...] = (None, "", [], ["text"])
 """Values of refused fields that ask for nothing, besides false; a text's modalities too."""
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
