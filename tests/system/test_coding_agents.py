@@ -42,6 +42,16 @@ def program(name):
     return path
 
 
+@pytest.fixture
+def claude():
+    return program("claude")
+
+
+@pytest.fixture
+def codex():
+    return program("codex")
+
+
 def call(name, **arguments):
     text = json.dumps({"name": name, "arguments": arguments})
     return f"\n<tool_call>\n{text}\n</tool_call>"
@@ -66,7 +76,8 @@ def playing(template, answers, name="tale"):
 
     def play():
         for answer in answers:
-            submission = service.submitted()
+            if (submission := service.submitted()) is None:
+                return
             prompts.append(list(submission.prompt_ids))
             if callable(answer):
                 answer = answer(text_of(prompts[-1]))
@@ -78,9 +89,12 @@ def playing(template, answers, name="tale"):
 
     with running(model=model) as service, ThreadPoolExecutor(1) as pool:
         played = pool.submit(play)
-        yield service.url, prompts
+        try:
+            yield service.url, prompts
+        finally:
+            service.controller.submissions.put(None)
         played.result(5)
-        assert service.controller.submissions.empty()
+        assert len(prompts) == len(answers)
 
 
 def ran(command, folder, **environment):
@@ -116,8 +130,8 @@ def shared(prompts):
     return found
 
 
-def claude_code(url, folder):
-    command = [program("claude"), "-p", TASK, "--allowedTools", "Read,Bash"]
+def claude_code(claude, url, folder):
+    command = [claude, "-p", TASK, "--allowedTools", "Read,Bash"]
     return ran(
         command,
         folder,
@@ -130,7 +144,7 @@ def claude_code(url, folder):
 
 
 @pytest.mark.parametrize("template", LATE)
-def test_claude_code_loads_a_tool_reads_and_writes(template, tmp_path):
+def test_claude_code_loads_a_tool_reads_and_writes(claude, template, tmp_path):
     answers = [
         "<think>A tool first.</think>" + call("ToolSearch", query="select:WebFetch", max_results=5),
         "Now the note." + call("Read", file_path=str(tmp_path / "work/note.txt")),
@@ -138,7 +152,7 @@ def test_claude_code_loads_a_tool_reads_and_writes(template, tmp_path):
         "It is seven.",
     ]
     with playing(template, answers) as (url, prompts):
-        printed = claude_code(url, tmp_path)
+        printed = claude_code(claude, url, tmp_path)
     assert "It is seven." in printed
     assert len(prompts) == 4 and min(shared(prompts)) >= 95
     first, loaded, read, _ = map(text_of, prompts)
@@ -148,7 +162,7 @@ def test_claude_code_loads_a_tool_reads_and_writes(template, tmp_path):
     assert "The number is seven." in read
 
 
-def test_claude_code_goes_on_behind_a_picture(tmp_path):
+def test_claude_code_goes_on_behind_a_picture(claude, tmp_path):
     picture = tmp_path / "seven.png"
     picture.write_bytes(PNG)
     answers = [
@@ -157,13 +171,13 @@ def test_claude_code_goes_on_behind_a_picture(tmp_path):
         "It is seven.",
     ]
     with playing("late_kept", answers) as (url, prompts):
-        printed = claude_code(url, tmp_path)
+        printed = claude_code(claude, url, tmp_path)
     assert "It is seven." in printed
     assert "a picture was here" in text_of(prompts[1])
 
 
-def codex(url, folder, model="tale"):
-    command = [program("codex"), "exec", "--skip-git-repo-check",
+def ran_codex(codex, url, folder, model="tale"):
+    command = [codex, "exec", "--skip-git-repo-check",
                "--dangerously-bypass-approvals-and-sandbox", "-m", model]  # fmt: skip
     provider = {"name": "here", "base_url": f"{url}/v1", "wire_api": "responses",
                 "env_key": "HERE_KEY"}  # fmt: skip
@@ -173,14 +187,14 @@ def codex(url, folder, model="tale"):
 
 
 @pytest.mark.parametrize("template", LATE)
-def test_codex_reads_and_writes(template, tmp_path):
+def test_codex_reads_and_writes(codex, template, tmp_path):
     answers = [
         "<think>The note first.</think>" + call("exec_command", cmd="cat note.txt"),
         call("exec_command", cmd="echo seven > out.txt"),
         "It is seven.",
     ]
     with playing(template, answers) as (url, prompts):
-        printed = codex(url, tmp_path)
+        printed = ran_codex(codex, url, tmp_path)
     assert "It is seven." in printed
     assert len(prompts) == 3 and min(shared(prompts)) >= 95
     first, read, _ = map(text_of, prompts)
@@ -189,7 +203,7 @@ def test_codex_reads_and_writes(template, tmp_path):
 
 
 @pytest.mark.parametrize("template", LATE)
-def test_codex_finds_a_function_of_a_namespace_and_patches(template, tmp_path):
+def test_codex_finds_a_function_of_a_namespace_and_patches(codex, template, tmp_path):
     """For a model of a name that it knows it sends a custom tool and a search for tools."""
     patch = "*** Begin Patch\n*** Add File: out.txt\n+seven\n*** End Patch\n"
     answers = [
@@ -199,7 +213,7 @@ def test_codex_finds_a_function_of_a_namespace_and_patches(template, tmp_path):
         "It is seven.",
     ]
     with playing(template, answers, name="gpt-5.5") as (url, prompts):
-        printed = codex(url, tmp_path, model="gpt-5.5")
+        printed = ran_codex(codex, url, tmp_path, model="gpt-5.5")
     assert "It is seven." in printed
     assert len(prompts) == 4 and min(shared(prompts)) >= 95
     assert "unsupported call" not in text_of(prompts[-1])
