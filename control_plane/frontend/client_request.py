@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 from control_plane.frontend.access.api_keys import ApiKeys
+from nanocp.values.offload import salt_of
 from nanocp.values.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
@@ -26,17 +27,37 @@ class Origin:
     """Whose request it is; empty if nobody says."""
     traceparent: str = ""
     """W3C header of the request's trace, or empty."""
+    cache_salt: str | None = None
+    """KV is shared with requests of an equal salt only; None: no salt."""
+    is_salted_by_key: bool = False
+    """KV is shared within the tenant only."""
+
+    @property
+    def salt(self) -> bytes:
+        """Return the seed of page hashes; empty: KV is shared with all that have none."""
+        return salt_of(self.tenant if self.is_salted_by_key else None, self.cache_salt)
 
 
 NOWHERE = Origin()
 
 
 def origin_of(
-    headers: Mapping[str, str], keys: ApiKeys, endpoint: str, user: str, priority: int
+    headers: Mapping[str, str],
+    keys: ApiKeys,
+    endpoint: str,
+    user: str,
+    priority: int,
+    cache_salt: str | None,
 ) -> Origin:
     """Return the origin of a request. headers: HTTP's, or the call's metadata."""
-    tenant = keys.tenant(headers.get("authorization"), user)
-    return Origin(priority, endpoint, tenant, headers.get("traceparent", ""))
+    return Origin(
+        priority,
+        endpoint,
+        keys.tenant(headers, user),
+        headers.get("traceparent", ""),
+        cache_salt,
+        keys.salts_by_key,
+    )
 
 
 class Reasoning(NamedTuple):

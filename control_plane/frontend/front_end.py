@@ -206,7 +206,7 @@ class FrontEnd(ControllerEvents):
         if self._http:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len, self._config)
-        keys = ApiKeys(service.api_keys, service.api_keys_file)
+        keys = ApiKeys(service.api_keys, service.api_keys_file, service.cache_salt_by_key)
         server = grpc.aio.server(interceptors=(AdmitCalls(keys),), options=options)
         port = members_port.add_port(
             server,

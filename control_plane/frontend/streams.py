@@ -63,12 +63,13 @@ class Submissions:
         hashes: of the prompt, if there is no output. Missing prompt_logprobs are asked for.
         """
         received, params = stream.prompt_logprobs, stream.choice.params
+        salt = stream.origin.salt
         is_asking = received is not None and len(received) < stream.prompt_len - 1
         known_ids = (*stream.prompt_ids, *stream.output.ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, params)
         if hashes is None:
             # Log probabilities of the prompt come from its prefill, so nothing may be shared.
-            hashes = () if is_asking else page_hashes(known_ids)
+            hashes = () if is_asking else page_hashes(known_ids, salt)
         row = RowInput(
             known_ids[-1],
             params,
@@ -76,7 +77,7 @@ class Submissions:
             tuple(stream.output.ids),
             penalized_ids,
             stream.attempts.number,
-            *(page_state(known_ids, hashes) if self._hashes_output else ()),
+            *(page_state(known_ids, hashes, salt) if self._hashes_output else ()),
         )
         submission = Submission(
             stream.arrival(encode_row_input(row), () if is_asking else hashes),
@@ -84,6 +85,7 @@ class Submissions:
             queue_timeout_us,
             self._front_end,
             stream.choice.prompt_logprobs if is_asking else None,
+            salt,
         )
         self.controller.submit(submission)
 
@@ -148,7 +150,7 @@ class ClientStreams:
             for choice in choices
         ]
         self._observer.on_request(len(choices))
-        hashes = page_hashes(prompt_ids)
+        hashes = page_hashes(prompt_ids, origin.salt)
         for stream in streams:
             self._open(stream, queue_timeout_us, None if stream.output.ids else hashes)
         return streams

@@ -20,6 +20,7 @@ from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS, check_bounds
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100
+MAX_SALT_CHARACTERS = 128
 MAX_RESUMES = 1_000_000
 """Largest attempt of a client that resumes."""
 CONTEXT_LENGTH = "This model's maximum context length is"
@@ -82,11 +83,16 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_shape(request: ClientRequest) -> None:
-    """Check priority, queue timeout and n, which need no tokenizer. Raises ValueError."""
+    """Check priority, salt, queue timeout and n, without a tokenizer. Raises ValueError."""
     if abs(request.origin.priority) > MAX_PRIORITY:
         raise ValueError(
             f"priority is {request.origin.priority}; it must be from -{MAX_PRIORITY} to "
             f"{MAX_PRIORITY}"
+        )
+    salt = request.origin.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+        raise ValueError(
+            f"cache_salt has {len(salt)} characters; it must have 1 to {MAX_SALT_CHARACTERS}"
         )
     if request.queue_timeout_ms is not None and request.queue_timeout_ms < 1:
         raise ValueError(f"queue_timeout_ms is {request.queue_timeout_ms}; it must be at least 1")

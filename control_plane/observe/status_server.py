@@ -35,12 +35,12 @@ RuntimeError if the change failed.
 
 
 class Operators(Protocol):
-    """Checks who may see and change the cluster, by the Authorization header."""
+    """Checks who may see and change the cluster, by the headers, named in lower case."""
 
-    def admit(self, authorization: str | None) -> bool:
+    def admit(self, headers: Mapping[str, str]) -> bool:
         """Return whether metrics and the cluster's data may be read."""
 
-    def who(self, authorization: str | None) -> str | None:
+    def who(self, headers: Mapping[str, str]) -> str | None:
         """Return the name of the operator who may change the cluster; None for others."""
 
 
@@ -63,9 +63,9 @@ _MAX_BODY_BYTES = 1 << 16
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPERATOR_REQUIRED = (
-    "an operator's key is required, as `Authorization: Bearer KEY`: one in the file "
-    "service.operator_keys_file, without which nobody has one (service.public_status opens what is "
-    "only read)"
+    "an operator's key is required, as `Authorization: Bearer KEY` or `x-api-key: KEY`: one in the "
+    "file service.operator_keys_file, without which nobody has one (service.public_status opens "
+    "what is only read)"
 )
 _MAX_ANSWERS = 16
 """Most requests answered at a time; others get 503."""
@@ -138,9 +138,7 @@ class StatusServer:
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "").rstrip("/") or "/"
-        if path in (*DATA_PATHS, REQUESTS_PATH) and not self._operators.admit(
-            environ.get("HTTP_AUTHORIZATION")
-        ):
+        if path in (*DATA_PATHS, REQUESTS_PATH) and not self._operators.admit(_keys_of(environ)):
             return _say(start_response, "401 Unauthorized", f"{OPERATOR_REQUIRED}\n")
         if path in self._changes:
             return self._answer_change(environ, start_response, self._changes[path])
@@ -186,9 +184,9 @@ class StatusServer:
                     f"{_SOCKET_TIMEOUT_S:.0f} s"
                 )
                 return _say(start_response, "400 Bad Request", sentence)
-        authorization = environ.get("HTTP_AUTHORIZATION")
-        who = self._operators.who(authorization)
-        if who is None and (body is not None or not self._operators.admit(authorization)):
+        headers = _keys_of(environ)
+        who = self._operators.who(headers)
+        if who is None and (body is not None or not self._operators.admit(headers)):
             return _say(start_response, "401 Unauthorized", f"{OPERATOR_REQUIRED}\n")
         if body is not None and environ.get("CONTENT_TYPE") != "application/json":
             # A page of another origin cannot send this type without being asked first.
@@ -212,6 +210,11 @@ class StatusServer:
             )
             return _say(start_response, "404 Not Found", sentence)
         return _say(start_response, "200 OK", known, "application/json")
+
+
+def _keys_of(environ: Mapping[str, Any]) -> dict[str, str]:
+    names = ("authorization", "x-api-key")
+    return {name: environ.get(f"HTTP_{name.upper().replace('-', '_')}", "") for name in names}
 
 
 def _say(

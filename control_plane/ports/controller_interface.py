@@ -27,6 +27,8 @@ class Submission:
     """host:port that gets the log probabilities of the prompt."""
     prompt_logprobs: int | None = None
     """Most likely tokens beside each prompt token; None: no log probabilities of the prompt."""
+    salt: bytes = b""
+    """For the prefill; see PrefillRequest."""
 
     @property
     def request_id(self) -> int:

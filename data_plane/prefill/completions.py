@@ -48,9 +48,15 @@ class EngineCompletion:
     """One POST; `run` blocks, `cancel` ends it from another thread."""
 
     def __init__(
-        self, url: str, token_ids: Sequence[int], ticket: EngineTicket, *, api_key: str = ""
+        self,
+        url: str,
+        token_ids: Sequence[int],
+        ticket: EngineTicket,
+        *,
+        api_key: str = "",
+        salt: bytes = b"",
     ) -> None:
-        """api_key: the engine's --api-key, if any."""
+        """api_key: the engine's --api-key, if any. salt: see PrefillRequest."""
         self._url = urlsplit(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -62,6 +68,7 @@ class EngineCompletion:
                 "max_tokens": 1,
                 "temperature": 0,
                 "kv_transfer_params": ticket.to_params(),
+                "cache_salt": salt.hex() or None,
             }
         )
         self._lock = threading.Lock()

@@ -64,6 +64,7 @@ class _Probed(NamedTuple):
 class _Prompt:
     transfer: Transfer
     token_ids: Sequence[int]
+    salt: bytes
     since: float
     problems: list[str] = field(default_factory=list)
 
@@ -213,7 +214,7 @@ class ExternalLoop(MemberLoop):
             self._give_up(transfer.ticket, f"{MAX_WAITING_PROMPTS} prompts wait for an engine")
             return
         token_ids = tuple(request.token_ids[: transfer.num_tokens])
-        self._waiting.append(_Prompt(transfer, token_ids, now))
+        self._waiting.append(_Prompt(transfer, token_ids, request.salt, now))
 
     def _cancel(self, ticket: int) -> None:
         self._waiting = deque(p for p in self._waiting if p.transfer.ticket != ticket)
@@ -253,7 +254,7 @@ class ExternalLoop(MemberLoop):
         )
         limit_ms = self._prefill.limit_ms(transfer.num_tokens)
         completion = EngineCompletion(
-            engine.url, prompt.token_ids, ticket, api_key=self._prefill.api_key
+            engine.url, prompt.token_ids, ticket, api_key=self._prefill.api_key, salt=prompt.salt
         )
         attempt = _Attempt(prompt, engine, completion, now, now + limit_ms / 1000)
         self._attempts[transfer.ticket] = attempt

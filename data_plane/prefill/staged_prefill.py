@@ -206,7 +206,8 @@ class StagedPrefillLoop(MemberLoop):
         ticket, num_tokens = request.transfer.ticket, request.transfer.num_tokens
         hashes: tuple[bytes, ...] = ()
         if request.prompt_logprobs is None:  # else every token is computed
-            hashes = page_hashes(request.token_ids[:num_tokens], b"%d" % self._num_failed)
+            salt = request.salt + b"%d" % self._num_failed
+            hashes = page_hashes(request.token_ids[:num_tokens], salt)
         return Arrival(ticket, num_tokens, max_tokens=1, page_hashes=hashes, attempt=attempt)
 
     def _cancel(self, ticket: int) -> None:

@@ -59,6 +59,8 @@ class RequestOptions(Sampling, total=False):
     """Longest wait to be placed."""
     user: str
     """User of the request, for fairness in a service without API keys."""
+    cache_salt: str | None
+    """Cached KV is shared only with requests of an equal salt, from 1 to 128 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def request_message(
     priority: int,
     queue_timeout_s: float | None,
     user: str = "",
+    cache_salt: str | None = None,
 ) -> pb.GenerateRequest:
     """The message for one prompt, which is a text or token ids.
 
@@ -156,9 +159,13 @@ def request_message(
         with _sending(name, value):
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
     request = pb.GenerateRequest(sampling=parameters)
-    for name, value in (("request_id", request_id), ("priority", priority), ("user", user)):
+    given = {"request_id": request_id, "priority": priority, "user": user}
+    for name, value in given.items():
         with _sending(name, value):
             setattr(request, name, value)
+    with _sending("cache_salt", cache_salt):
+        if cache_salt is not None:
+            request.cache_salt = cache_salt
     with _sending("queue_timeout_s", queue_timeout_s):
         if queue_timeout_s is not None:
             request.queue_timeout_ms = math.ceil(queue_timeout_s * 1000)

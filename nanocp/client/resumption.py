@@ -50,6 +50,7 @@ class Resumption:
             priority=options.pop("priority", 0),
             queue_timeout_s=options.pop("queue_timeout_s", None),
             user=options.pop("user", ""),
+            cache_salt=options.pop("cache_salt", None),
             sampling=options,
         )
         self._num_targets = num_targets

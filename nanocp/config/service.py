@@ -42,10 +42,13 @@ class ServiceConfig:
     served_model_name: str = ""
     """The model's name for clients. Empty: the checkpoint's path, as it was given."""
     api_keys: tuple[str, ...] = ()
-    """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
-    key is needed. `ps` shows keys on the command line."""
+    """API keys; clients send one as `Authorization: Bearer KEY` or `x-api-key: KEY`, over gRPC as
+    metadata. Empty: no key is needed. `ps` shows keys on the command line."""
     api_keys_file: str = ""
     """File with further API keys, one a line, that is read again when it changes. Empty: none."""
+    cache_salt_by_key: bool = False
+    """Equal prompts of several tenants share no cached KV: a tenant is an API key or, in a service
+    without keys, a user."""
     operator_keys_file: str = ""
     """File with keys of operators, one a line, each with an optional name: `alice KEY`. It is read
     again when it changes. A service with keys of any kind needs one for /metrics, the data of

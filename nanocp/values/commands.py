@@ -94,6 +94,8 @@ class PrefillRequest:
     """Most likely tokens to report at positions 1 .. num_tokens; None: no log probabilities."""
     front_end: str = ""
     """host:port that gets them."""
+    salt: bytes = b""
+    """The prefill's own cache shares pages of prompts with equal salts."""
 
 
 @dataclass(frozen=True, slots=True)

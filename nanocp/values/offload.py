@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,13 @@ HASH_BYTES = 16
 def next_page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash a full page and, by the hash of the `previous` page, all before; empty for the first."""
     return blake2b(previous + array("I", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+def salt_of(*texts: str | None) -> bytes:
+    """Digest of texts, equal to no page's hash; empty if all are None."""
+    if all(text is None for text in texts):
+        return b""
+    return blake2b(json.dumps(texts).encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 def page_hashes(token_ids: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:

@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 RESUME = ("tests/control_plane/frontend/test_resume.py",)
+SALT = ("tests/control_plane/frontend/test_cache_salt.py",)
 FAILOVERS = ("tests/hash_clusters/test_hash_recovery.py", "-k", "front_ends_are_lost and seeds0")
 """Seeds whose front ends and controller are lost."""
 REMOTE = ("tests/control_plane/frontend/test_remote.py",)
@@ -20,6 +21,20 @@ OF_RESUMING = [
            why="what the client has counts as prompt for the penalties, and so twice",
            text="penalized_ids = penalized_prompt_ids(stream.prompt_ids, params)",
            fault="penalized_ids = penalized_prompt_ids(known_ids, params)"),
+    Mutant("salt-of-the-first-attempt-only", path="control_plane/frontend/streams.py",
+           tests=(*SALT, "-k", "instance_is_lost"),
+           why="a later attempt hashes its pages without the salt: others find them",
+           text="page_hashes(known_ids, salt)", fault="page_hashes(known_ids)"),
+    Mutant("short-prompt-without-salt", path="control_plane/frontend/text/page_hashes.py",
+           tests=(*SALT, "-k", "output_of_a_short_prompt"),
+           why="the row of a prompt that fills no page hashes its output without the salt",
+           text="(hashes[-1] if hashes else salt)", fault='(hashes[-1] if hashes else b"")'),
+    Mutant("salt-without-its-tenant", path="control_plane/frontend/client_request.py",
+           tests=(*SALT, "-k", "tenants_share_no_prompt"),
+           why="a client finds another one's prompts by its salt, though keys are salts",
+           text="salt_of(self.tenant if self.is_salted_by_key else None, self.cache_salt)",
+           fault="salt_of(self.cache_salt or self.tenant if self.is_salted_by_key "
+                 "else self.cache_salt)"),
     Mutant("resumed-text", path="control_plane/frontend/open_requests.py",
            tests=(*RESUME, "-k", "across_the_cut"),
            why="a stop string is not found if the client has its first characters",

@@ -87,6 +87,7 @@ class Transfers:
             token_ids=submission.prompt_ids[:num_ids],
             prompt_logprobs=submission.prompt_logprobs,
             front_end=submission.front_end,
+            salt=submission.salt,
         )
         self._await(transfer, request)
         self._members.send(PREFILL, request)

@@ -1,4 +1,7 @@
-"""Keys of clients and operators, sent as `Authorization: Bearer KEY` over HTTP and gRPC."""
+"""Keys of clients and operators, over HTTP and gRPC.
+
+They come as `Authorization: Bearer KEY`, `x-api-key: KEY`, or both.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nanocp.config.service import ServiceConfig
@@ -14,8 +17,8 @@ from nanocp.config.service import ServiceConfig
 logger = logging.getLogger(__name__)
 
 REFUSED = (
-    "an API key is required, as `Authorization: Bearer KEY`; the request has none, or not one of "
-    "this service's"
+    "an API key is required, as `Authorization: Bearer KEY` or `x-api-key: KEY`; the request has "
+    "none, or two, or not one of this service's"
 )
 _LOOK_S = 1.0
 """Least time between two looks at the file of keys."""
@@ -29,8 +32,10 @@ class ApiKeys:
     field = "api_keys_file"
     """Setting that names the file."""
 
-    def __init__(self, keys: Sequence[str], file: str = "") -> None:
-        """file: see ServiceConfig.api_keys_file. Raises ValueError if it has no valid keys."""
+    def __init__(self, keys: Sequence[str], file: str = "", salts_by_key: bool = False) -> None:
+        """file, salts_by_key: see ServiceConfig. Raises ValueError for a file without keys."""
+        self.salts_by_key = salts_by_key
+        """Whether tenants share no cached KV."""
         self._own = tuple(_digest(key) for key in keys)
         self._file = Path(file) if file else None
         self._stamp: tuple[int, int] | None = None
@@ -78,21 +83,23 @@ class ApiKeys:
     def _parts_of(self, line: str) -> tuple[str, str]:
         return "", line
 
-    def tenant(self, authorization: str | None, user: str = "") -> str:
+    def tenant(self, headers: Mapping[str, str], user: str = "") -> str:
         """Return the digest of the request's key; without keys its user."""
         if not self._digests:
             return user[:_MAX_USER]
-        return _digest((authorization or "").partition(" ")[2]).hex()[:16]
+        return _digest(_key_in(headers)).hex()[:16]
 
-    def admit(self, authorization: str | None) -> bool:
-        """Return whether a client that sends this header is answered."""
+    def admit(self, headers: Mapping[str, str]) -> bool:
+        """Return whether a client that sends these headers is answered.
+
+        headers: HTTP's or a call's metadata, found by names in lower case.
+        """
         digests = self._digests
-        return not digests or self._found(authorization, digests) is not None
+        return not digests or self._found(headers, digests) is not None
 
-    def _found(self, authorization: str | None, digests: Sequence[bytes]) -> bytes | None:
-        """Return the digest of the header's key, if it is one of these, in constant time."""
-        scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key) if scheme.lower() == "bearer" else b""
+    def _found(self, headers: Mapping[str, str], digests: Sequence[bytes]) -> bytes | None:
+        """Return the digest of the headers' key, if it is one of these, in constant time."""
+        given = _digest(_key_in(headers))
         found = [digest for digest in digests if hmac.compare_digest(given, digest)]
         return found[0] if found else None
 
@@ -116,19 +123,26 @@ class OperatorKeys(ApiKeys):
         name, _, key = line.rpartition(" ")
         return name.strip() or f"operator {_digest(key).hex()[:8]}", key
 
-    def who(self, authorization: str | None) -> str | None:
-        """Return the name of the operator that sends this header; None for others.
+    def who(self, headers: Mapping[str, str]) -> str | None:
+        """Return the name of the operator that sends these headers; None for others.
 
         Without keys everyone is an operator, without a name.
         """
         if not self._has_keys:
             return ""
-        found = self._found(authorization, self._digests)
+        found = self._found(headers, self._digests)
         return None if found is None else self._of_file[found]
 
-    def admit(self, authorization: str | None) -> bool:
+    def admit(self, headers: Mapping[str, str]) -> bool:
         """Return whether the sender may read metrics and the cluster's data."""
-        return self._is_public or self.who(authorization) is not None
+        return self._is_public or self.who(headers) is not None
+
+
+def _key_in(headers: Mapping[str, str]) -> str:
+    """Return the key that the headers give; empty, as no key is, if they give none or two."""
+    own = headers.get("x-api-key", "")
+    scheme, _, key = (headers.get("authorization") or f"Bearer {own}").partition(" ")
+    return key if scheme.lower() == "bearer" and own in ("", key) else ""
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ class AdmitCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler | None:
         is_clients = handler_call_details.method.startswith(_SERVICES)
         metadata = dict(handler_call_details.invocation_metadata or ())
-        if is_clients and not self._keys.admit(metadata.get("authorization")):
+        if is_clients and not self._keys.admit(metadata):
             return refusal(REFUSED)
         handler = await continuation(handler_call_details)
         if handler is None or not is_clients:

@@ -154,11 +154,12 @@ def _client_request(
         check_request_id(request_id)
     except ValueError as error:
         raise RequestError(FinishReason.INVALID, str(error)) from error
+    salt = message.cache_salt if message.HasField("cache_salt") else None
     given = {field.name: value for field, value in message.sampling.ListFields()}
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
-        origin=origin_of(metadata, keys, endpoint, message.user, message.priority),
+        origin=origin_of(metadata, keys, endpoint, message.user, message.priority, salt),
         request_id=request_id,
         queue_timeout_ms=queue_timeout_ms,
         resume=_resume(message.resume) if message.HasField("resume") else None,

@@ -183,7 +183,9 @@ def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
         check_model(request.model, model)
         request.check_supported()
         headers, path = http_request.headers, http_request.url.path
-        origin = origin_of(headers, keys, path, request.user or "", request.priority)
+        origin = origin_of(
+            headers, keys, path, request.user or "", request.priority, request.cache_salt
+        )
         return call_id(prefix, http_request, request), origin
 
     @app.post("/v1/completions", response_model=Completion, **_POST)

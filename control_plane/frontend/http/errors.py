@@ -59,6 +59,7 @@ _STATUS = {
     FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
 }
 _FIELDS = {
+    "cache_salt",
     "max_completion_tokens",
     "messages",
     "priority",

@@ -80,7 +80,7 @@ class RequireKey:
         """Unknown paths need a key too; data of the cluster needs an operator's."""
         is_data = scope["path"] in DATA_PATHS
         keys = self._operators if is_data else self._keys
-        if scope["path"] in PUBLIC_PATHS or keys.admit(Headers(scope=scope).get("Authorization")):
+        if scope["path"] in PUBLIC_PATHS or keys.admit(Headers(scope=scope)):
             await self._app(scope, receive, send)
         else:
             sentence = OPERATOR_REQUIRED if is_data else REFUSED

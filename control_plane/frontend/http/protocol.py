@@ -21,7 +21,7 @@ MAX_MESSAGES = 8192
 _CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields of chats with the sampling parameter that each is."""
 _LEAVE_OUT = "leave it out"
-_NOTHING: tuple[Any, ...] = (None, "", [], ["text"])
+_NOTHING: tuple[Any, ...] = (None, "", [], {}, ["text"])
 """Values of refused fields that ask for nothing, besides false; a text's modalities too."""
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
@@ -125,7 +125,6 @@ class GenerationRequest(_Request):
              "kv_transfer_params", "ec_transfer_params"),
             _LEAVE_OUT,
         ),
-        "cache_salt": "leave it out: equal prompts share their KV",
         # vLLM's names in earlier versions.
         **{
             f"guided_{kind}": f"give structured_outputs.{kind}"
@@ -174,6 +173,8 @@ class GenerationRequest(_Request):
     priority: Int32 = 0
     user: str | None = None
     """Tenant, in a service without API keys."""
+    cache_salt: str | None = None
+    """Cached KV is shared with requests of an equal salt only; 1 to 128 characters."""
     request_id: str | None = None
     """The client's id; the header X-Request-Id wins over it."""
     add_special_tokens: bool | None = None

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -80,7 +81,7 @@ def tenants_of(service: Service, key: str, pool: ThreadPoolExecutor, user: str) 
     tenants = set()
     client = openai_client(service, key)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), user=user)
-    metadata = (("authorization", f"Bearer {key}"),)
+    metadata = (("x-api-key", key),)
     with grpc.insecure_channel(service.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         for call in (
@@ -100,7 +101,7 @@ def test_the_tenant_is_the_key_or_without_keys_the_user(service, guarded, pool):
     assert tenants_of(service, "any", pool, "ann") == {"ann"}
     (first,) = tenants_of(guarded, KEYS[0], pool, "ann")
     (second,) = tenants_of(guarded, KEYS[1], pool, "ann")
-    assert first == ApiKeys(KEYS).tenant(f"Bearer {KEYS[0]}") != second
+    assert first == ApiKeys(KEYS).tenant({"x-api-key": KEYS[0]}) != second
     assert not {KEYS[0], "ann", ""} & {first, second}
 
 
@@ -114,6 +115,33 @@ def test_a_request_without_a_key_is_refused_in_openais_shape(guarded):
     for authorization in ("", "first key", "Basic second", "Bearer", "Bearer second,first key"):
         assert models_as(guarded, authorization).status_code == 401
     assert models_as(guarded, "bearer second").status_code == 200
+
+
+def test_a_key_may_come_as_x_api_key_and_not_beside_another_one(guarded):
+    first, second = KEYS
+    for status, headers in (
+        (200, {"x-api-key": first}),
+        (200, {"X-API-Key": first, "Authorization": f"Bearer {first}"}),
+        (200, {"x-api-key": second, "Authorization": ""}),
+        (200, {"x-api-key": "", "Authorization": f"Bearer {second}"}),
+        (401, {"x-api-key": ""}),
+        (401, {"x-api-key": f"Bearer {first}"}),
+        (401, {"x-api-key": "third"}),
+        (401, {"x-api-key": first, "Authorization": f"Bearer {second}"}),
+        (401, {"x-api-key": "third", "Authorization": f"Bearer {second}"}),
+        (401, {"x-api-key": first, "Authorization": "Bearer third"}),
+        (401, {"x-api-key": first, "Authorization": f"Basic {first}"}),
+        (401, {"x-api-key": first, "Authorization": "Bearer"}),
+    ):
+        answer = httpx.get(f"{guarded.url}/v1/models", headers=headers)
+        assert answer.status_code == status, headers
+        assert status == 200 or "`x-api-key: KEY`" in answer.json()["error"]["message"]
+    with grpc.insecure_channel(guarded.address) as channel:
+        server_info = inference_pb2_grpc.ControlStub(channel).GetServerInfo
+        asked = partial(server_info, pb.GetServerInfoRequest(), timeout=WAIT_S)
+        assert asked(metadata=(("x-api-key", first),)).vocab_size
+        with pytest.raises(grpc.RpcError, match="an API key is required"):
+            asked(metadata=(("x-api-key", first), ("authorization", f"Bearer {second}")))
 
 
 def test_a_request_without_a_key_is_refused_by_grpc(guarded):
@@ -169,7 +197,7 @@ def test_a_public_status_needs_no_key_and_the_rest_does():
 
 
 def test_without_keys_every_client_is_admitted():
-    assert ApiKeys(()).admit(None) and not ApiKeys(("x",)).admit(None)
+    assert ApiKeys(()).admit({}) and not ApiKeys(("x",)).admit({})
 
 
 @pytest.mark.parametrize("key", ["", " x", "x\n", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"])
@@ -258,9 +286,9 @@ def test_keys_of_a_file_change_while_the_service_runs(tmp_path, caplog, monkeypa
 
     def valid() -> set[str]:
         names = ("own", "first", "second", "# of the team", "")
-        return {name for name in names if keys.admit(f"Bearer {name}")}
+        return {name for name in names if keys.admit({"authorization": f"Bearer {name}"})}
 
-    assert valid() == {"own", "first"} and not keys.admit(None)
+    assert valid() == {"own", "first"} and not keys.admit({})
     file.write_text("first\nsecond\n")
     assert valid() == {"own", "first", "second"}
     file.write_text("second\n")

@@ -160,6 +160,28 @@ def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_outp
     assert [len(each) for each in hashes] == [1, 0, 2]
 
 
+def test_every_attempt_hashes_its_pages_with_the_salt():
+    streams = ClientStreams(FRONT_END, 100, Recorder(), hashes_output=True)
+    controller = FakeController(streams.placed)
+    streams.connect(controller)
+    prompt, salted = list(range(63)), Origin(cache_salt="mine")
+    choices = [Choice(SamplingParams(max_tokens=9, temperature=1)) for _ in "ab"]
+    stream, _ = streams.submit("two", prompt, choices, salted)
+    streams.deliver(0, (token(stream, index, 8) for index in (0, 1)))
+    streams.preempted(Preempted(stream.request_id, 65))
+    streams.interrupted()
+    streams.tokens_lost(stream.request_id, "lost")
+    submissions = [controller.next_submission() for _ in range(6)]
+    for number, submission in enumerate(submissions):
+        known = submission.prompt_ids
+        hashes = page_hashes(known, salted.salt)
+        assert submission.arrival.page_hashes == hashes and len(hashes) == (len(known) > 64)
+        row = decode_row_input(submission.arrival.row_start)
+        assert submission.salt == salted.salt
+        assert row.page_hash == (*hashes, salted.salt)[0], number
+    assert [len(each.prompt_ids) for each in submissions] == [63, 63, 65, 65, 63, 65]
+
+
 def test_a_request_that_ends_while_it_is_away_does_not_come_back():
     streams, stream, controller = streams_with()
     controller.next_submission()

@@ -43,7 +43,14 @@ def test_data_needs_an_operators_key(url):
             assert answer.status_code == 401, path
             assert answer.headers["WWW-Authenticate"] == "Bearer"
             assert "an operator's key is required" in answer.text and "41" not in answer.text
-        assert httpx.get(url + path, headers=OPERATOR).status_code == 200
+        for headers, status in (
+            (OPERATOR, 200),
+            ({"x-api-key": "another"}, 200),
+            (OPERATOR | {"x-api-key": "another"}, 200),
+            (OPERATOR | {"x-api-key": "a key"}, 401),
+            (CLIENT | {"x-api-key": "another"}, 401),
+        ):
+            assert httpx.get(url + path, headers=headers).status_code == status
     assert httpx.get(f"{url}/cluster/snapshot.json", headers=OPERATOR).content == SNAPSHOT
 
 
@@ -55,10 +62,12 @@ def test_the_page_itself_holds_no_data_and_asks_for_the_key(url):
 
 def test_a_key_has_the_name_before_it(operators_file):
     keys = OperatorKeys(ServiceConfig(operator_keys_file=operators_file, public_status=True))
-    assert keys.who("Bearer another") == "alice"
-    assert (keys.who("Bearer unnamed") or "").startswith("operator ")
-    for wrong in (None, "", "Bearer alice", "Bearer alice another", "Bearer # on call", "another"):
-        assert keys.who(wrong) is None and keys.admit(wrong), "what is public is only read"
+    assert keys.who({"authorization": "Bearer another"}) == "alice"
+    assert keys.who({"x-api-key": "another"}) == "alice"
+    assert (keys.who({"x-api-key": "unnamed"}) or "").startswith("operator ")
+    for wrong in ("", "Bearer alice", "Bearer alice another", "Bearer # on call", "another"):
+        headers = {"authorization": wrong}
+        assert keys.who(headers) is None and keys.admit(headers), "what is public is only read"
     with pytest.raises(ValueError, match=r"operator_keys_file .* must have a key in each line"):
         Path(operators_file).write_text("# nobody\n")
         OperatorKeys(ServiceConfig(operator_keys_file=operators_file))
@@ -133,6 +142,9 @@ def test_who_may_read_and_who_may_change(settings, reads, changes, operators_fil
             assert httpx.get(seats, headers=headers).status_code == read
             wrong = httpx.post(seats, json={"seats": [7]}, headers=headers)
             assert wrong.status_code == changed
+        own = {"x-api-key": "another"}
+        wrong = httpx.post(seats, json={"seats": [7]}, headers=own)
+        assert wrong.status_code == changes[0]
         models = f"http://{service.http_address}/v1/models"
         is_open = "api_keys" not in settings
         for headers, is_client in ((OPERATOR, is_open), (CLIENT, True), ({}, is_open)):

@@ -1,10 +1,12 @@
 """The loop that asks engines: a scripted controller and probe, an engine that never answers."""
 
 import contextlib
+import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.client import parse_headers
 
 import pytest
 
@@ -127,6 +129,20 @@ def test_an_engine_that_serves_is_probed_after_an_hour(silent_engine, answer, is
             (failure,) = reports(link, TransferFailed)
             assert failure.ticket == 7
             assert failure.message == f"prefill failed: {silent_engine}: other KV"
+
+
+def test_an_engine_with_a_cache_of_its_own_gets_the_salt():
+    link = Link()
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as held:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        held.enter_context(running(link, Prober(), Clock(), url))
+        for number, salt, told in ((7, b"", None), (8, b"\x01\xff", "01ff")):
+            asked = prompt(number)
+            link.inbox.put(asked._replace(message=replace(asked.message, salt=salt)))
+            request = held.enter_context(listener.accept()[0].makefile("rb"))
+            request.readline()
+            length = int(parse_headers(request)["Content-Length"])
+            assert json.loads(request.read(length))["cache_salt"] == told
 
 
 def test_a_loop_with_an_engine_that_is_up_sleeps(silent_engine):

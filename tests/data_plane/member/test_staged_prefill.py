@@ -244,6 +244,26 @@ def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoin
     assert link.sent[1] == Envelope(Suspect(1, False, "full"), 2)
 
 
+def test_prompts_of_two_salts_share_no_pages(tiny_checkpoint):
+    loop, link = scripted(tiny_checkpoint, join(1))
+    computed, num_ran = [0] * 5, 0
+    for ticket, salt in enumerate((b"", b"a", b"b", b"a", b"")):
+        transfer = prefill([7] * 90, TargetRun(0, 2, 0, 0), ticket=ticket)[0]
+        link.inbox.put(Envelope(PrefillRequest(transfer, [7] * 90, salt=salt)))
+        run_to_the_end(loop, link)
+        while plans := [
+            each for _, each in loop.stages.sent if isinstance(each, PassPlan)
+        ][num_ran:]:  # fmt: skip
+            for span in (span for plan in plans for span in plan.spans):
+                computed[span.request_id] += span.num_tokens
+            for _ in plans:
+                loop.report(0, StageRan(num_ran))
+                loop.report(1, StageRan(num_ran))
+                num_ran += 1
+            run_to_the_end(loop, link)
+    assert computed == [90, 90, 90, 26, 26]
+
+
 def test_its_queue_has_a_limit(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(staged_prefill, "MAX_QUEUED_PROMPTS", 1)
     target = TargetRun(0, 8, 0, 0)

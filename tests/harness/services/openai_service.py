@@ -57,10 +57,10 @@ def connection(service: Service) -> socket.socket:
     return socket.create_connection(address_of(service))
 
 
-def send(client: socket.socket, body: dict[str, Any]) -> None:
+def send(client: socket.socket, body: dict[str, Any], path: str = "completions") -> None:
     content = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+        f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: "
         f"application/json\r\nContent-Length: {len(content)}"
     )
     client.sendall(head.encode() + b"\r\n\r\n" + content)

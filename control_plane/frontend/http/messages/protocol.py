@@ -175,6 +175,7 @@ class ModelInfo(BaseModel):
     display_name: str
     created_at: str
     """A time of RFC 3339."""
+    lifecycle: Literal["active"] = "active"
     max_input_tokens: int
     max_tokens: int
 

@@ -96,7 +96,7 @@ def read_tools(request: ChatRequest, form: str, has_format: bool) -> ToolUse:
             )
     match request.tool_choice:
         case None:
-            choice = "auto" if functions else "none"
+            choice = "auto"
         case "none" | "auto" | "required" as choice:
             pass
         case {"function": dict(named)}:
@@ -109,6 +109,8 @@ def read_tools(request: ChatRequest, form: str, has_format: bool) -> ToolUse:
                 f"tool_choice is {wrong!r:.60}; it must be none, auto, required or "
                 '{"type": "function", "function": {"name": ...}}'
             )
+    if choice == "auto" and not functions:
+        choice = "none"
     if choice != "none" and not functions:
         raise _refusal("tool_choice is given; it needs tools")
     if choice == "auto" and not form:

@@ -38,7 +38,7 @@ def members():
 def started(transfers, tickets):
     for ticket in tickets:
         transfer = Transfer(ticket, ticket, 190, TWO)
-        submission = Submission(Arrival(ticket, 191, 8), range(191))
+        submission = Submission(Arrival(ticket, 191, 8), range(191), salt=b"salt")
         assert transfers.start(transfer, submission) is None
 
 
@@ -48,7 +48,7 @@ def test_with_drafts_a_prefill_gets_the_token_after_the_last_one_with_kv(
 ):
     started(Transfers(members, has_drafts), [1])
     (request,) = members.sent
-    assert list(request.token_ids) == list(range(num_ids))
+    assert list(request.token_ids) == list(range(num_ids)) and request.salt == b"salt"
 
 
 def test_nothing_is_cached_of_a_prompt_whose_state_alone_is_computed():

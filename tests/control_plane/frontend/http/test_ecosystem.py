@@ -88,11 +88,15 @@ def test_head_is_get_without_a_body_and_ping_is_health(service):
 
 def test_only_pages_of_the_origins_may_call(service):
     def asked(origin: str) -> httpx.Response:
-        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST",
+                   "Access-Control-Request-Headers": "authorization,x-api-key"}  # fmt: skip
         return httpx.options(f"{service.url}/v1/completions", headers=headers)
 
     allowed = asked(ORIGIN)
     assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (200, ORIGIN)
+    assert {"authorization", "x-api-key"} <= {
+        *allowed.headers["Access-Control-Allow-Headers"].replace(" ", "").split(",")
+    }
     assert "Access-Control-Allow-Origin" not in asked("https://elsewhere.example").headers
     got = httpx.get(f"{service.url}/health", headers={"Origin": ORIGIN})
     assert got.headers["Access-Control-Allow-Origin"] == ORIGIN

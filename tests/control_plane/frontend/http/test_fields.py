@@ -102,7 +102,7 @@ def test_what_is_harmless_leaves_the_request_as_it_is(kind):
     for name in kind.refused:
         with pytest.raises(ApiError, match=rf"^{name} is not supported; .* It is True$"):
             asked(kind, **{name: True})
-        for value in (None, False, "", []):
+        for value in (None, False, "", [], {}):
             assert asked(kind, **{name: value}) == plain, name
     if kind is ChatRequest:
         assert asked(kind, modalities=["text"], verbosity="medium", documents=[]) == plain

@@ -240,7 +240,9 @@ def test_earlier_calls_reach_the_template_as_objects(service, client):
 @pytest.mark.parametrize(("fields", "param", "sentence"), [
     ({"tools": [{"type": "x"}]}, "tools", "tools.0 must be"),
     ({"tools": [tool("")]}, "tools", "tools.0 must be"),
-    ({"tool_choice": "auto"}, "tool_choice", "it needs tools"),
+    ({"tool_choice": "required"}, "tool_choice", "it needs tools"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice", "it needs tools"),
+    ({"tool_choice": WEATHER}, "tool_choice", "it needs tools"),
     ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "it must be none, auto"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
      "tool_choice", "the tools are weather, time"),
@@ -253,13 +255,27 @@ def test_a_refusal_names_the_field(client, fields, param, sentence):
     assert caught.value.param == param and sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_no_tools_may_be_chosen_from(service, client, choice, tools):
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    answer, submission = answered(
+        service, lambda: create(client, tools=tools, tool_choice=choice), text
+    )
+    message = answer.choices[0].message
+    assert (message.content, message.tool_calls) == (text, None)
+    assert not params_of(submission).constraint
+
+
 def test_a_model_without_a_form_of_calls_says_so():
     plain = ServedModel("tiny", "c", ChatTemplate("{{ messages[0].content }}", {}))
     with running(model=plain) as service:
         client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0)
         with pytest.raises(openai.BadRequestError, match=r"in no known form.*--tool-call-parser"):
             create(client, tools=TOOLS)
-        answer, _ = answered(service, lambda: create(client), "<think>x</think> y")
+        answer, _ = answered(
+            service, lambda: create(client, tool_choice="auto"), "<think>x</think> y"
+        )
         assert answer.choices[0].message.content == "<think>x</think> y"
 
 
