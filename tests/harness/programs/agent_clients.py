@@ -120,7 +120,7 @@ def _by_langchain(chat: Any, brief: Any, methods: tuple[str, ...]) -> Found:
 
 
 def of_pydantic_ai(url: str, model: str) -> Found:
-    """An agent whose output is a class, by tools and by a schema, whole and streamed."""
+    """An agent whose output is a class, whole and streamed."""
     from anthropic import AsyncAnthropic
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -130,10 +130,11 @@ def of_pydantic_ai(url: str, model: str) -> Found:
         client = AsyncAnthropic(base_url=url, api_key="EMPTY", max_retries=0)
         return AnthropicModel(model, provider=AnthropicProvider(anthropic_client=client))
 
-    return _by_pydantic_ai(new_model)
+    # It knows which of Anthropic's models take a schema.
+    return _by_pydantic_ai(new_model, ["tool"])
 
 
-def _by_pydantic_ai(new_model: Callable[[], Any]) -> Found:
+def _by_pydantic_ai(new_model: Callable[[], Any], ways: list[str]) -> Found:
     from pydantic_ai import Agent, NativeOutput, ToolOutput
 
     async def streamed(agent: Any) -> Any:
@@ -141,7 +142,9 @@ def _by_pydantic_ai(new_model: Callable[[], Any]) -> Found:
             return (await stream.get_output()).model_dump()
 
     found: Found = {}
-    for name, output in (("tool", ToolOutput(City)), ("schema", NativeOutput(City))):
+    outputs: dict[str, Any] = {"tool": ToolOutput(City), "schema": NativeOutput(City)}
+    for name in ways:
+        output = outputs[name]
         agents = [Agent(new_model(), output_type=output, model_settings={"max_tokens": 400})
                   for _ in range(2)]  # fmt: skip
         found[f"class by {name}"] = agents[0].run_sync(ASK).output.model_dump()

@@ -30,7 +30,7 @@ _BILLING = "x-anthropic-billing-header"
 """Start of a system block that changes with each talk, and would keep talks from sharing KV."""
 _MIN_BUDGET = 1024
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stream")
 
 
 @dataclass(frozen=True, slots=True)
