@@ -146,7 +146,9 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
         return status, _body(status, str(error))
     body = _body(status, str(error), _named_field(str(error)))
     if CONTEXT_LENGTH in str(error):
-        body.error.code = "context_length_exceeded"
+        body.error.code = code = "context_length_exceeded"
+        # Some clients look for it in the sentence.
+        body.error.message += f" ({code})"
     return status, body
 
 

@@ -7,11 +7,13 @@ import asyncio
 import json
 import sys
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class City(BaseModel):
     """A city, whose fields are short: nothing but a bound ends the text of a small model."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=12)
     people: int = Field(ge=0, le=9_999_999)
