@@ -5,15 +5,22 @@ Needs a Python that has them, whose path is in NANOCP_CLIENTS_PYTHON; `make test
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
 from harness.paths import ROOT, TESTS
+from harness.services.frontend_fakes import TOKENIZER, running
+from harness.services.tale_models import TEMPLATES
 from nanocp.serve.process import serving
+from nanocp.values.plan import Ended, FinishReason
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -110,3 +117,72 @@ def test_a_client_of_messages(client, clients_python, service):
         assert found.pop("runner") and found.pop("count") > 5 and found.pop("models") == ["tale"]
         assert re.match(r"prompt is too long: \d+ tokens > 8192 maximum", found.pop("too long"))
     assert_found({"text": "-"} | found)
+
+
+NUM_STREAMS = 1000
+LOST = "the cluster lost this request"
+
+
+def parts_of(dice):
+    """Parts of a random answer, and its text as the model writes it."""
+    parts, texts = [], []
+    if dice.random() < 0.5:
+        parts.append(["thinking", "So it is. " * dice.randrange(1, 4) + "Yes."])
+        texts.append(f"<think>{parts[-1][1]}</think>")
+    if dice.random() < 0.7 or not parts:
+        parts.append(["text", "It rains ä. " * dice.randrange(1, 5) + "There."])
+        texts.append(parts[-1][1])
+    for _ in range(dice.randrange(3)):
+        city = {"city": "Ulm" * dice.randrange(1, 20)}
+        parts.append(["tool_use", city])
+        call = json.dumps({"name": "weather", "arguments": city})
+        texts.append(f"<tool_call>\n{call}\n</tool_call>")
+    return parts, "".join(texts)
+
+
+def play(service, dice):
+    """Answer the next request; return its parts, or None if it is lost for good."""
+    submission = service.submitted()
+    number, attempt, num_prompt = submission.request_id, 0, len(submission.prompt_ids)
+    parts, text = parts_of(dice)
+    ids = [*TOKENIZER.encode(text, add_special_tokens=False), 1]
+    fate, at = dice.choice(["whole", "again", "lost"]), dice.randrange(1, len(ids))
+    first = 0
+    while first < len(ids):
+        end = min(first + dice.randrange(1, 30), len(ids))
+        if fate != "whole" and first < at <= end:
+            end = at
+        finish = FinishReason.STOP if end == len(ids) else None
+        service.instance.deliver(number, first, ids[first:end], finish, attempt)
+        first = end
+        if first == at and fate == "again":
+            service.front_end.interrupted()
+            submission = service.submitted()
+            # What had not come in order is generated again.
+            first, attempt = len(submission.prompt_ids) - num_prompt, submission.arrival.attempt
+            fate = "whole"
+        elif first == at and fate == "lost":
+            service.front_end.ended(Ended(number, FinishReason.FAILED, LOST))
+            return None
+    return parts
+
+
+@pytest.mark.parametrize("client", ["anthropic"])
+def test_only_the_error_that_was_sent_is_raised(client, clients_python):
+    template = ChatTemplate((TEMPLATES / "late_kept.jinja").read_text(), {"bos_token": "<s>"})
+    model = ServedModel("tale", "tale", template, call_form="hermes", has_reasoning=True)
+    dice = random.Random(7)
+    with running(model=model) as service, ThreadPoolExecutor(1) as pool:
+        program = str(TESTS / "harness/programs/agent_streams.py")
+        command = [clients_python, program, client, service.url, "tale", str(NUM_STREAMS)]
+        ran = pool.submit(subprocess.run, command, stdout=subprocess.PIPE, text=True, check=True)
+        played = [play(service, dice) for _ in range(NUM_STREAMS)]
+        found = [json.loads(line) for line in ran.result().stdout.splitlines()]
+    assert len(found) == NUM_STREAMS
+    wrong = [
+        (number, expected, got)
+        for number, (expected, got) in enumerate(zip(played, found, strict=True))
+        if (LOST not in got.get("error", "") if expected is None else got != {"parts": expected})
+    ]
+    print(len([one for one in played if one is None]), "were lost", file=sys.stderr)
+    assert not wrong, wrong[:3]
