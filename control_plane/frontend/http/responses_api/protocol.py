@@ -21,8 +21,6 @@ REFUSED = {
     "max_tool_calls": "leave it out: the client runs the tools",
     "moderation": "leave it out",
     "image": "leave it out",
-    "previous_response_id": "send all items as `input`",
-    "background": "leave it out",
     "kv_transfer_params": "leave it out: the prompt is computed here",
 }
 """Fields without which an answer would be wrong, with what to do instead."""
@@ -89,29 +87,23 @@ class ResponsesRequest(BaseModel):
     user: str | None = None
     """Tenant, in a service without API keys."""
     truncation: Literal["auto", "disabled"] | None = None
-
-
-class InputTokensDetails(BaseModel):
-    """Details of the prompt's tokens."""
-
-    cached_tokens: int
-    """Tokens whose KV was in the cluster."""
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(BaseModel):
-    """Details of the generated tokens."""
-
-    reasoning_tokens: int
+    store: bool | None = None
+    """false: the response is not kept."""
+    previous_response_id: str | None = None
+    """A response that is kept: its items stand before the input."""
+    background: bool | None = None
+    """true: the response comes at once, queued, and is computed while nobody waits."""
 
 
 class ResponsesUsage(BaseModel):
     """Tokens of a call."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: dict[str, int]
+    """cached_tokens: their KV was in the cluster."""
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: dict[str, int]
+    """reasoning_tokens: up to the end of the reasoning."""
     total_tokens: int
 
 

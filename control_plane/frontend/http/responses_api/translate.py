@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from http import HTTPStatus
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from control_plane.frontend.http.errors import ApiError
@@ -33,18 +32,22 @@ _PICTURES = ("input_image", "input_file", "input_audio")
 
 
 def translated(
-    request: ResponsesRequest, items: Sequence[tuple[str, Item]], tools: ClientTools,
+    request: ResponsesRequest,
+    before: Sequence[Item],
+    own: Sequence[tuple[str, Item]],
+    tools: ClientTools,
     model: ServedModel,
-) -> TranslatedChat:  # fmt: skip
+) -> TranslatedChat:
     """Return the request as a chat. Raises ApiError for what cannot be served.
 
-    items: all of the conversation, without references, each behind its field.
+    before: items of earlier responses. own: those of the request, without references, each behind
+    its field.
     """
     _check_fields(request)
     conversation = _Conversation(tools)
     if request.instructions:
         conversation.messages.append({"role": "system", "content": request.instructions})
-    for field, item in items:
+    for field, item in [*(("previous_response_id", item) for item in before), *own]:
         conversation.add(item, field)
     if not conversation.messages:
         raise ApiError("input is empty; it must be a text, or at least one item", "input")
@@ -67,12 +70,29 @@ def translated(
     return chat_of(fields, tools.hidden)
 
 
-def items_of(request: ResponsesRequest) -> list[tuple[str, Item]]:
-    """Return the items of the input, each behind its field."""
+def own_items(
+    request: ResponsesRequest, find: Callable[[str, str], Item]
+) -> list[tuple[str, Item]]:
+    """Return the items of the input, each behind its field, with others in place of references.
+
+    find: returns the item of an id and its field, or raises ApiError; then reasoning is left out.
+    """
     given = request.input or []
     if isinstance(given, str):
-        return [("input", {"role": "user", "content": given})]
-    return [(f"input.{number}", item) for number, item in enumerate(given)]
+        given = [{"role": "user", "content": given}]
+    items = []
+    for number, item in enumerate(given):
+        name, field = item.get("id"), f"input.{number}"
+        is_reference = item.get("type") == "item_reference" or {*item} <= {"id", "type"}
+        if is_reference and isinstance(name, str):
+            try:
+                item = find(name, f"{field}.id")
+            except ApiError:
+                if name.startswith("rs_"):
+                    continue
+                raise
+        items.append((field, item))
+    return items
 
 
 def sealed(reasoning: str) -> str:
@@ -201,25 +221,3 @@ def _texts(content: Any, field: str, is_output: bool = False) -> Iterator[str]:
             case _:
                 example = '{"type": "input_text", "text": ...}'
                 raise ApiError(f"{field}.{number} must be like {example}", f"{field}.{number}")
-
-
-def without_references(
-    items: Sequence[tuple[str, Item]], kept: Mapping[str, Item]
-) -> Iterator[tuple[str, Item]]:
-    """Yield the items, with those that are kept in place of references.
-
-    Reasoning that is not kept is left out. Raises ApiError for another item that is not.
-    """
-    for field, item in items:
-        name = item.get("id")
-        is_reference = item.get("type") == "item_reference" or {*item} <= {"id", "type"}
-        if not is_reference or not isinstance(name, str):
-            yield field, item
-        elif name in kept:
-            yield field, kept[name]
-        elif not name.startswith("rs_"):
-            raise ApiError(
-                f"{field}.id is {name!r:.60}, which is not kept here; send the item itself",
-                f"{field}.id",
-                HTTPStatus.NOT_FOUND,
-            )

@@ -12,13 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from control_plane.frontend.http.answers.blocks import Block, BlockWriter, StreamEvent
-from control_plane.frontend.http.errors import ApiError, error_body, renamed
+from control_plane.frontend.http.errors import ApiError, ErrorInfo, error_body, renamed
 from control_plane.frontend.http.responses_api.client_tools import ClientTools
 from control_plane.frontend.http.responses_api.protocol import (
     ENCRYPTED,
-    InputTokensDetails,
     Item,
-    OutputTokensDetails,
     ResponsesAnswer,
     ResponsesRequest,
     ResponsesUsage,
@@ -70,34 +68,36 @@ class ResponsesWriter(BlockWriter):
     def __init__(
         self,
         request: ResponsesRequest,
-        answer_id: str,
-        model: str,
+        answer: ResponsesAnswer,
         tools: ClientTools,
         tokenizer: Tokenizer | None,
         new_parser: Callable[[], Parser] | None,
+        keep: Callable[[ResponsesAnswer], None] = lambda answer: None,
     ) -> None:
-        """answer_id: `resp_` and a unique name. new_parser: see BlockWriter."""
+        """new_parser: see BlockWriter. keep: takes the whole response before the client has it."""
         super().__init__(tokenizer, new_parser, request.parallel_tool_calls is not False)
         self._tools = tools
-        self._name = answer_id.removeprefix("resp_")
+        self._name = answer.id.removeprefix("resp_")
         self._is_sealed = ENCRYPTED in (request.include or ())
         self._reasoning = _SUMMARY if request.reasoning and request.reasoning.summary else _CONTENT
         self._num_events = 0
-        self.answer = _begun(request, answer_id, model)
-        """The response so far."""
+        self.keep = keep
+        self.answer = answer
+        """The response as it began, and then as it ended."""
 
     def error_chunk(self, error: ApiError | RequestError) -> BaseModel:
         """Return the event that clients raise. Behind it stands that of the failed response."""
-        status, body = error_body(error)
-        info = renamed(body, "/v1/responses").error
-        if isinstance(info.code, int):
-            is_wrong = status is HTTPStatus.BAD_REQUEST
-            info.code = "invalid_prompt" if is_wrong else "server_error"
-        told = {"code": info.code, "message": info.message}
-        event = self._event("error", **told, param=info.param, error=info.model_dump())
-        failed = self.answer.model_copy(update={"status": "failed", "error": told})
-        self.end = self.event(self._event("response.failed", response=failed))
+        info = _error(error)
+        told = {"code": info.code, "message": info.message, "param": info.param}
+        event = self._event("error", **told, error=info.model_dump())
+        self.end = self.event(self._event("response.failed", response=self.failed(error)))
         return event
+
+    def failed(self, error: ApiError | RequestError) -> ResponsesAnswer:
+        """Return the response with an error in place of items."""
+        info = _error(error)
+        told = {"code": info.code, "message": info.message}
+        return self.answer.model_copy(update={"status": "failed", "error": told})
 
     def began(self) -> list[BaseModel]:
         return [
@@ -155,18 +155,17 @@ class ResponsesWriter(BlockWriter):
         answer.output = [self._item(block) for block in self.blocks]
         usage = self.usage
         before, after = usage.prompt_tokens_details, usage.completion_tokens_details
+        num_cached = before.cached_tokens if before else 0
         answer.usage = ResponsesUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(
-                cached_tokens=before.cached_tokens if before else 0, cache_write_tokens=0
-            ),
+            input_tokens_details={"cached_tokens": num_cached, "cache_write_tokens": 0},
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=after.reasoning_tokens if after else 0
-            ),
+            output_tokens_details={"reasoning_tokens": after.reasoning_tokens if after else 0},
             total_tokens=usage.total_tokens,
         )
         self.answer = answer
+        if answer.status != "cancelled" or answer.background:
+            self.keep(answer)
         return answer
 
     def _form(self, block: Block) -> _Form:
@@ -220,8 +219,18 @@ class ResponsesWriter(BlockWriter):
         return StreamEvent.of(kind, sequence_number=self._num_events - 1, **fields)
 
 
-def _begun(request: ResponsesRequest, answer_id: str, model: str) -> ResponsesAnswer:
-    extra = request.model_extra or {}
+def _error(error: ApiError | RequestError) -> ErrorInfo:
+    """The code is a word, for clients that read no number."""
+    status, body = error_body(error)
+    info = renamed(body, "/v1/responses").error
+    if isinstance(info.code, int):
+        is_wrong = status is HTTPStatus.BAD_REQUEST
+        info.code = "invalid_prompt" if is_wrong else "server_error"
+    return info
+
+
+def begun(request: ResponsesRequest, answer_id: str, model: str, is_kept: bool) -> ResponsesAnswer:
+    """Return the response before its first token. answer_id: `resp_` and a unique name."""
     choice = "auto" if request.tool_choice is None else request.tool_choice
     text = request.text.model_dump(by_alias=True, exclude_unset=True) if request.text else {}
     reasoning = request.reasoning.model_dump() if request.reasoning else {}
@@ -246,9 +255,9 @@ def _begun(request: ResponsesRequest, answer_id: str, model: str) -> ResponsesAn
         tools=request.tools or [],
         top_p=request.top_p,
         truncation="disabled",
-        store=False,
-        previous_response_id=extra.get("previous_response_id"),
-        background=False,
+        store=is_kept,
+        previous_response_id=request.previous_response_id,
+        background=bool(request.background),
     )
 
 
