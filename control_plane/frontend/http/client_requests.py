@@ -211,7 +211,7 @@ async def prompt_length(
 
 
 def _shown(tools: list[dict[str, Any]] | None, hidden: Collection[str]) -> Any:
-    """Of no tools the template sees none: some write an empty list otherwise."""
+    """Return the rest; of no tools the template sees none: some write an empty list otherwise."""
     if not hidden:
         return tools
     return [one for one in tools or () if one["function"]["name"] not in hidden] or None

@@ -143,8 +143,8 @@ TOO_LARGE = "the body is larger than any request that the model can serve"
 
 def renamed(body: ErrorResponse, path: str) -> ErrorResponse:
     """Name fields as the API of this path does, in place of a chat's."""
-    info, door = body.error, "/".join(path.split("/")[:3])
-    for ours, theirs in _FIELDS_BY_PATH.get(door, {}).items():
+    info, names = body.error, _FIELDS_BY_PATH.get("/".join(path.split("/")[:3]), {})
+    for ours, theirs in names.items():
         info.message = re.sub(f"^{ours}\\b", theirs, info.message)
         info.param = info.param and re.sub(f"^{ours}\\b", theirs, info.param)
     return body

@@ -51,41 +51,35 @@ class ClientTool:
 class ClientTools:
     """The tools of one request."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Raises ApiError for a tool without what its type needs."""
-        self._loaded = LoadedTools()
+        self.loaded = LoadedTools()
         self._by_function: dict[str, ClientTool] = {}
         self._allowed: set[str] | None = None
+        tools = tools or ()
         # Without a search nothing would load tools that wait for it.
-        self._has_search = any(map(_is_search, tools))
+        self._has_search = any(
+            one.get("type") == SEARCH and one.get("execution") == "client" for one in tools
+        )
         for number, tool in enumerate(tools):
             self._declare(tool, f"tools.{number}")
 
     @property
     def available(self) -> list[dict[str, Any]]:
         """The tools that the model may call, in the form of chats."""
-        tools = self._loaded.available
+        tools = self.loaded.available
         if self._allowed is None:
             return tools
         return [one for one in tools if one["function"]["name"] in self._allowed]
-
-    @property
-    def hidden(self) -> frozenset[str]:
-        """Functions that messages define."""
-        return self._loaded.hidden
 
     def of(self, function: str) -> ClientTool:
         """Return the tool that the model calls by this name."""
         return self._by_function.get(function) or ClientTool("function", function)
 
-    def called_as(self, name: str, namespace: Any) -> str:
-        """Return the function's name of a tool that the client names so."""
-        return f"{namespace}__{name}" if namespace else name
-
     def load(self, tools: Sequence[Any], field: str) -> str:
         """Return the definitions of found tools, for the place where they are loaded."""
         return "\n".join(
-            self._loaded.load(name)
+            self.loaded.load(name)
             for number, tool in enumerate(tools)
             for name in self._declare(tool, f"{field}.{number}", is_late=True)
         )
@@ -109,7 +103,7 @@ class ClientTools:
             case {"type": "tool_search"}:
                 name = SEARCH
             case {"type": "function" | "custom", "name": str(name)}:
-                name = self.called_as(name, choice.get("namespace"))
+                name = called_as(name, choice.get("namespace"))
             case _:
                 kind = choice.get("type") if isinstance(choice, dict) else choice
                 raise ApiError(
@@ -119,7 +113,7 @@ class ClientTools:
                 )
         # The namespace may be left out where the name alone is enough.
         found = [key for key, one in self._by_function.items() if name in (key, one.name)]
-        known = [tool["function"]["name"] for tool in self._loaded.available]
+        known = [tool["function"]["name"] for tool in self.loaded.available]
         if not found or found[0] not in known:
             named = ", ".join(known) or "none"
             sentence = f"{field}.name is {name!r:.60}; the tools are {named}"
@@ -145,11 +139,11 @@ class ClientTools:
                 needed = "a name and a list of tools" if kind == "namespace" else "a name"
                 raise ApiError(f"{field} must have {needed}", field)
             case {"type": str(kind)}:
-                _say_left_out(kind)
+                _say_once(f"tools of the type {kind:.60} are left out: the service runs none")
                 return []
             case _:
                 raise ApiError(f'{field} must be like {{"type": "function", "name": ...}}', field)
-        name = self.called_as(own, namespace)
+        name = called_as(own, namespace)
         if is_late and name in self._by_function:
             return [name]
         function = {**tool, "name": name}
@@ -158,13 +152,14 @@ class ClientTools:
         if not isinstance(function.get("parameters"), dict | None):
             raise ApiError(f"{field}.parameters must be a JSON schema", f"{field}.parameters")
         waits = is_late or (self._has_search and tool.get("defer_loading") is True)
-        self._loaded.declare(function, field, waits)
+        self.loaded.declare(function, field, waits)
         self._by_function[name] = ClientTool(kind, own, namespace)
         return [name]
 
 
-def _is_search(tool: Mapping[str, Any]) -> bool:
-    return tool.get("type") == SEARCH and tool.get("execution") == "client"
+def called_as(name: str, namespace: Any) -> str:
+    """Return the function's name of a tool that the client names so."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _described(tool: Mapping[str, Any]) -> str:
@@ -172,16 +167,11 @@ def _described(tool: Mapping[str, Any]) -> str:
     described = str(tool.get("description") or "")
     match tool.get("format"):
         case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
-            _say_unheld(syntax)
+            _say_once(f"custom tools have grammars ({syntax:.60}), which the model only reads")
             described += f"\n\nThe input follows this grammar ({syntax}):\n{definition}"
     return described.strip()
 
 
 @lru_cache(maxsize=64)
-def _say_unheld(syntax: str) -> None:
-    logger.warning("custom tools have grammars (%s); the model sees them, nothing holds it", syntax)
-
-
-@lru_cache(maxsize=64)
-def _say_left_out(kind: str) -> None:
-    logger.warning("tools of the type %.60s are left out: the service runs none", kind)
+def _say_once(sentence: str) -> None:
+    logger.warning(sentence)

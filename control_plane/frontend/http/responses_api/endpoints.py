@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -49,27 +50,22 @@ def add_responses(
     post: Any,
 ) -> None:
     """Add the endpoints. post: what every POST endpoint checks."""
-    longest = open_requests.limits.max_model_len
-
-    def owner_of(http_request: Request) -> str:
-        # A user is no key: whoever may name one could read what others keep.
-        return keys.tenant(http_request.headers, "")
+    longest, tokenizer = open_requests.limits.max_model_len, open_requests.tokenizer
 
     def read(
-        request: ResponsesRequest, http_request: Request, tools: ClientTools
+        request: ResponsesRequest, owner: str, tools: ClientTools
     ) -> tuple[TranslatedChat, list[Item]]:
-        """Return the chat and its own items. Raises ApiError."""
+        """Return the chat, and the request's own items. Raises ApiError."""
         check_model(request.model, model)
-        owner = owner_of(http_request)
+        own = own_items(request, partial(store.item, owner))
         before = store.history(owner, request.previous_response_id)
-        own = own_items(request, lambda name, field: store.item(owner, name, field))
         return translated(request, before, own, tools, model), [item for _, item in own]
 
     @app.post("/v1/responses", response_model=ResponsesAnswer, **post)
     async def responses(request: ResponsesRequest, http_request: Request) -> Response:
-        tools = ClientTools(request.tools or ())
-        as_chat, items = read(request, http_request, tools)
-        owner, is_kept = owner_of(http_request), store.keeps(request)
+        tools, is_kept = ClientTools(request.tools), store.keeps(request)
+        owner = owner_of(http_request)
+        as_chat, items = read(request, owner, tools)
         # More than the model's length would be refused in a chat.
         most = request.max_output_tokens and min(request.max_output_tokens, longest)
         chat = as_chat.chat.model_copy(update={"max_tokens": most})
@@ -78,25 +74,20 @@ def add_responses(
         user, salt = request.user or "", chat.cache_salt
         origin = origin_of(headers, keys, path, user, chat.priority, salt)
         asked, new_parser = await chat_request(chat, model, name, origin, as_chat.hidden)
-
-        def keep(answer: ResponsesAnswer) -> None:
-            if is_kept:
-                store.keep(owner, answer, items)
-
         answer = begun(request, store.new_id(), model.name, is_kept)
-        tokenizer = open_requests.tokenizer
+        keep = partial(store.keep, owner, items) if is_kept else None
         writer = ResponsesWriter(request, answer, tools, tokenizer, new_parser, keep)
         coming = deltas(open_requests, [asked])
         if not request.background:
             return await respond(http_request, coming, writer, request.stream)
         answer.status = "queued"
-        keep(answer)
+        writer.keep(answer)
         store.run(answer.id, asyncio.create_task(_computed(coming, writer)))
         return _json(answer.model_dump_json())
 
     @app.post("/v1/responses/input_tokens", **post)
     async def input_tokens(request: ResponsesRequest, http_request: Request) -> InputTokenCount:
-        as_chat, _ = read(request, http_request, ClientTools(request.tools or ()))
+        as_chat, _ = read(request, owner_of(http_request), ClientTools(request.tools))
         num = await prompt_length(as_chat.chat, model, open_requests, as_chat.hidden)
         return InputTokenCount(input_tokens=num)
 
@@ -105,7 +96,17 @@ def add_responses(
         # Else it would be the id of a response, which other methods take.
         raise HTTPException(HTTPStatus.NOT_FOUND)
 
-    place, errors = "/v1/responses/{response_id}", post["responses"]
+    def owner_of(http_request: Request) -> str:
+        # A user is no key: whoever may name one could read what others keep.
+        return keys.tenant(http_request.headers, "")
+
+    _add_kept(app, store, owner_of, post["responses"])
+
+
+def _add_kept(
+    app: FastAPI, store: ResponseStore, owner_of: Callable[[Request], str], errors: Any
+) -> None:
+    place = "/v1/responses/{response_id}"
 
     @app.get(place, response_model=ResponsesAnswer, responses=errors)
     async def kept(response_id: str, http_request: Request, stream: bool = False) -> Response:
@@ -123,14 +124,15 @@ def add_responses(
     ) -> dict[str, Any]:
         items = store.find(owner_of(http_request), response_id).items
         name = response_id.removeprefix("resp_")
-        named = [{"id": f"in_{name}_{n}", "type": "message", **one} for n, one in enumerate(items)]
-        named = named if order == "asc" else named[::-1]
-        ids = [item["id"] for item in named]
+        items = [{"id": f"in_{name}_{n}", "type": "message", **one} for n, one in enumerate(items)]
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise ApiError(f"after is {after!r:.60}; it must be the id of an item", "after")
-        first = 0 if after is None else ids.index(after) + 1
-        page, ids = named[first : first + limit], ids[first : first + limit] or [None]
-        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(named) > first + limit}
+        rest = items if after is None else items[ids.index(after) + 1 :]
+        page, has_more = rest[:limit], len(rest) > limit
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        ends = {"first_id": first, "last_id": last, "has_more": has_more}
         return {"object": "list", "data": page, **ends}
 
     @app.delete(place, responses=errors)

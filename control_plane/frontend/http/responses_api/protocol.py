@@ -13,6 +13,7 @@ from control_plane.frontend.http.protocol import MAX_MESSAGES
 from nanocp.values.sampling_fields import CONTROLS
 
 Item = dict[str, Any]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 REFUSED = {
     "prompt": "send its text as `instructions` or `input`",
@@ -22,6 +23,7 @@ REFUSED = {
     "moderation": "leave it out",
     "image": "leave it out",
     "kv_transfer_params": "leave it out: the prompt is computed here",
+    "top_logprobs": "leave it out: /v1/chat/completions has log probabilities",
 }
 """Fields without which an answer would be wrong, with what to do instead."""
 CHAT_FIELDS = (
@@ -95,46 +97,25 @@ class ResponsesRequest(BaseModel):
     """true: the response comes at once, queued, and is computed while nobody waits."""
 
 
-class ResponsesUsage(BaseModel):
-    """Tokens of a call."""
-
-    input_tokens: int
-    input_tokens_details: dict[str, int]
-    """cached_tokens: their KV was in the cluster."""
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    """reasoning_tokens: up to the end of the reasoning."""
-    total_tokens: int
-
-
 class ResponsesAnswer(BaseModel):
-    """The answer to POST /v1/responses, with the fields of its request."""
+    """The answer to POST /v1/responses; it has fields of the request too."""
+
+    model_config = ConfigDict(extra="allow")
 
     id: str
     object: Literal["response"]
     created_at: int
     """Seconds since the epoch."""
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Status
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     model: str
     output: list[Item]
     """Items of reasoning, messages and calls, in order."""
-    usage: ResponsesUsage | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    reasoning: dict[str, Any]
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_p: float | None
-    truncation: Literal["disabled"]
-    store: bool
+    usage: dict[str, Any] | None
     previous_response_id: str | None
     background: bool
+    store: bool
 
 
 class InputTokenCount(BaseModel):

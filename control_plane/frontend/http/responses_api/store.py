@@ -27,7 +27,7 @@ MAX_BACKGROUND = 64
 
 @dataclass(slots=True)
 class KeptResponse:
-    """A response and its own part of the input; those before it are kept by themselves."""
+    """A response with its own part of the input; those before it are kept by themselves."""
 
     owner: str
     """The tenant."""
@@ -62,9 +62,7 @@ class ResponseStore:
         self, max_bytes: int, front_end: int = 0, now: Callable[[], float] = time.monotonic
     ) -> None:
         """max_bytes: 0 keeps none. front_end: its number, which is a part of ids."""
-        self._max_bytes = max_bytes
-        self._front_end = front_end
-        self._now = now
+        self._max_bytes, self._front_end, self._now = max_bytes, front_end, now
         self._by_id: OrderedDict[str, KeptResponse] = OrderedDict()
         """The least recently used one is the first."""
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -78,51 +76,43 @@ class ResponseStore:
     def keeps(self, request: ResponsesRequest) -> bool:
         """Return whether the response will be kept. Raises ApiError if it must be and cannot."""
         is_kept = self._max_bytes > 0 and request.store is not False
-        if not request.background:
-            return is_kept
-        if not is_kept or request.stream:
+        if request.background and (request.stream or not is_kept):
             raise ApiError(
                 "background is true; store must be true then, stream false, and the service must "
                 "keep responses (service.responses_store_mib), or leave it out",
                 "background",
             )
-        if len(self._running) >= MAX_BACKGROUND:
+        if request.background and len(self._running) >= MAX_BACKGROUND:
             raise ApiError(
                 f"background is true, and {MAX_BACKGROUND} such responses are computed already; "
                 "send it again later",
                 "background",
                 HTTPStatus.SERVICE_UNAVAILABLE,
             )
-        return True
+        return is_kept
 
-    def keep(self, owner: str, answer: ResponsesAnswer, items: Sequence[Item]) -> None:
+    def keep(self, owner: str, items: Sequence[Item], answer: ResponsesAnswer) -> None:
         """Keep a response, in place of an earlier one of its id, if it is not too large."""
-        self._drop(answer.id)
-        body = answer.model_dump_json().encode()
-        kept = KeptResponse(owner, body, json.dumps(items).encode(), self._now())
+        self._forget(answer.id)
+        body, given = answer.model_dump_json().encode(), json.dumps(items).encode()
+        kept = KeptResponse(owner, body, given, self._now())
         if kept.num_bytes <= self._max_bytes:
             self._by_id[answer.id] = kept
             self.num_bytes += kept.num_bytes
         while self.num_bytes > self._max_bytes:
-            self._forget(next(iter(self._by_id)))
+            self._end(next(iter(self._by_id)))
 
     def find(self, owner: str, response_id: str, field: str = "response_id") -> KeptResponse:
         """Return a response. Raises ApiError for one that is not kept, or another tenant's."""
-        kept = self._used(owner, response_id)
-        if kept is None:
-            raise ApiError(
-                f"{field} is {response_id!r:.60}, which is not kept {self._where(response_id)}",
-                field,
-                HTTPStatus.NOT_FOUND,
-                "previous_response_not_found",
-            )
-        return kept
+        if kept := self._used(owner, response_id):
+            return kept
+        sentence = f"{field} is {response_id!r:.60}, which is not kept {self._where(response_id)}"
+        raise ApiError(sentence, field, HTTPStatus.NOT_FOUND, "previous_response_not_found")
 
     def history(self, owner: str, response_id: str | None) -> list[Item]:
         """Return all items up to the end of a response. Raises ApiError."""
-        parts: list[list[Item]] = []
+        parts, field = list[list[Item]](), "previous_response_id"
         while response_id:
-            field = "previous_response_id"
             kept = self.find(owner, response_id, field)
             answer = kept.answer
             if answer.status not in ("completed", "incomplete"):
@@ -139,17 +129,13 @@ class ResponseStore:
         for item in kept.answer.output if kept else ():
             if item["id"] == item_id:
                 return item
-        raise ApiError(
-            f"{field} is {item_id!r:.60}, which is not kept {self._where(item_id)}; send the item "
-            "itself",
-            field,
-            HTTPStatus.NOT_FOUND,
-        )
+        sentence = f"{field} is {item_id!r:.60}, which is not kept {self._where(item_id)}"
+        raise ApiError(sentence, field, HTTPStatus.NOT_FOUND)
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Raises ApiError for one not kept."""
         self.find(owner, response_id)
-        self._forget(response_id)
+        self._end(response_id)
 
     def run(self, response_id: str, task: asyncio.Task[None]) -> None:
         """Keep the task that computes a response, until it ends; it ends with the response."""
@@ -161,24 +147,21 @@ class ResponseStore:
 
         Raises ApiError for one that is not kept, or not of the background.
         """
-        kept = self.find(owner, response_id)
+        kept, task = self.find(owner, response_id), self._running.get(response_id)
         answer = kept.answer
         if not answer.background:
-            sentence = (
-                f"response_id is {response_id!r:.60}, which is not computed in the background"
-            )
+            sentence = f"response_id is {response_id!r:.60}, which has no background"
             raise ApiError(f"{sentence}; close its connection instead", "response_id")
-        task = self._running.get(response_id)
         if task and not task.done():
             task.cancel()
             answer.status = "cancelled"
-            self.keep(owner, answer, kept.items)
+            self.keep(owner, kept.items, answer)
         return self.find(owner, response_id)
 
     def _used(self, owner: str, response_id: str) -> KeptResponse | None:
         now_s = self._now()
         while self._by_id and next(iter(self._by_id.values())).used_s + TTL_S <= now_s:
-            self._forget(next(iter(self._by_id)))
+            self._end(next(iter(self._by_id)))
         kept = self._by_id.get(response_id)
         if kept is None or kept.owner != owner:
             return None
@@ -189,14 +172,14 @@ class ResponseStore:
     def _where(self, name: str) -> str:
         found = re.match(r"[a-z]+_(\d{1,2})_", name)
         if found and int(found[1]) != self._front_end:
-            return f"by front end {self._front_end}: front end {found[1]} made it, so ask that one"
-        return f"here, or not for longer than {TTL_S:.0f} s without a use; send all items as input"
+            return f"by front end {self._front_end}; ask front end {found[1]}, which made it"
+        return f"here, or was not used for {TTL_S:.0f} s; send all items as input"
 
-    def _forget(self, response_id: str) -> None:
+    def _end(self, response_id: str) -> None:
         if task := self._running.get(response_id):
             task.cancel()
-        self._drop(response_id)
+        self._forget(response_id)
 
-    def _drop(self, response_id: str) -> None:
+    def _forget(self, response_id: str) -> None:
         if kept := self._by_id.pop(response_id, None):
             self.num_bytes -= kept.num_bytes

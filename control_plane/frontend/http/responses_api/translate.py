@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from control_plane.frontend.http.errors import ApiError
-from control_plane.frontend.http.responses_api.client_tools import SEARCH, ClientTools
+from control_plane.frontend.http.responses_api.client_tools import SEARCH, ClientTools, called_as
 from control_plane.frontend.http.responses_api.protocol import (
     CHAT_FIELDS,
     LOGPROBS,
@@ -67,7 +67,7 @@ def translated(
     if form and form.type == "json_schema":
         schema = {"name": form.name, "schema": form.schema_}
         fields["response_format"]["json_schema"] = schema
-    return chat_of(fields, tools.hidden)
+    return chat_of(fields, tools.loaded.hidden)
 
 
 def own_items(
@@ -118,10 +118,9 @@ def _check_fields(request: ResponsesRequest) -> None:
     if request.truncation == "auto":
         sentence = "truncation is 'auto'; it must be disabled: send a shorter input"
         raise ApiError(sentence, "truncation")
-    if LOGPROBS in (request.include or ()) or extra.get("top_logprobs"):
-        name = "top_logprobs" if extra.get("top_logprobs") else "include"
-        sentence = "asks for log probabilities; leave it out: /v1/chat/completions has them"
-        raise ApiError(f"{name} {sentence}", name)
+    if LOGPROBS in (request.include or ()):
+        instead = REFUSED["top_logprobs"]
+        raise ApiError(f"include has {LOGPROBS!r}, which is not supported; {instead}", "include")
 
 
 class _Conversation:
@@ -148,13 +147,11 @@ class _Conversation:
                     before = f"{turn['reasoning']}\n" if "reasoning" in turn else ""
                     turn["reasoning"] = before + text
             case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-                self._call(item, self._tools.called_as(name, item.get("namespace")), arguments)
+                self._call(item, name, arguments)
             case {"type": "custom_tool_call", "name": str(name), "input": str(text)}:
-                arguments = json.dumps({"input": text}, ensure_ascii=False)
-                self._call(item, self._tools.called_as(name, item.get("namespace")), arguments)
-            case {"type": "tool_search_call"}:
-                arguments = json.dumps(item.get("arguments") or {}, ensure_ascii=False)
-                self._call(item, SEARCH, arguments)
+                self._call(item, name, json.dumps({"input": text}, ensure_ascii=False))
+            case {"type": "tool_search_call", "arguments": given}:
+                self._call(item, SEARCH, json.dumps(given, ensure_ascii=False))
             case {"type": "tool_search_output", "tools": list(tools)}:
                 text = self._tools.load(tools, f"{field}.tools")
                 self._result(item, text or "No tools were found.")
@@ -180,7 +177,7 @@ class _Conversation:
 
     def _call(self, item: Item, name: str, arguments: str) -> None:
         call = str(item.get("call_id") or "")
-        self._names[call] = name
+        self._names[call] = name = called_as(name, item.get("namespace"))
         function = {"name": name, "arguments": arguments}
         calls = self._turn().setdefault("tool_calls", [])
         calls.append({"id": call, "type": "function", "function": function})

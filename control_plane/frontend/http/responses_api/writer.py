@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from control_plane.frontend.http.answers.blocks import Block, BlockWriter, StreamEvent
-from control_plane.frontend.http.errors import ApiError, ErrorInfo, error_body, renamed
+from control_plane.frontend.http.answers.deltas import FinishWord
+from control_plane.frontend.http.errors import ApiError, error_body, renamed
 from control_plane.frontend.http.responses_api.client_tools import ClientTools
 from control_plane.frontend.http.responses_api.protocol import (
     ENCRYPTED,
     Item,
     ResponsesAnswer,
     ResponsesRequest,
-    ResponsesUsage,
+    Status,
 )
 from control_plane.frontend.http.responses_api.translate import sealed
 from control_plane.frontend.http.tools.answer_parser import PartKind
@@ -28,36 +28,44 @@ from control_plane.frontend.open_requests import RequestError
 from control_plane.frontend.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The events of a kind of item, besides those that begin and end it."""
+class _Form(NamedTuple):
+    """The kind of an item: the names of its fields and events."""
 
     prefix: str
-    """Of the item's id."""
+    """Start of the item's id."""
     type: str
-    """Of the item."""
     text: str = ""
-    """Events of its text; empty: it has none."""
+    """Events of the text; empty: it has none."""
     whole: str = "text"
-    """Field of the whole text in the last of these."""
+    """Field of the text."""
     part: str = ""
     """Events of the part that has the text; empty: the item itself has it."""
     kind: str = ""
     """Type of that part."""
-    place: Mapping[str, int] = field(default_factory=lambda: {"content_index": 0})
+    place: str = "content_index"
+    """Field of the part's number."""
 
 
 _MESSAGE = _Form("msg", "message", "output_text", part="content_part", kind="output_text")
 _CONTENT = _Form("rs", "reasoning", "reasoning_text", part="content_part", kind="reasoning_text")
 _SUMMARY = _Form(
-    "rs", "reasoning", "reasoning_summary_text", part="reasoning_summary_part", kind="summary_text",
-    place={"summary_index": 0},
+    "rs", "reasoning", "reasoning_summary_text", "text", "reasoning_summary_part", "summary_text",
+    "summary_index",
 )  # fmt: skip
 _CALLS = {
-    "function": _Form("fc", "function_call", "function_call_arguments", "arguments", place={}),
-    "custom": _Form("ctc", "custom_tool_call", "custom_tool_call_input", "input", place={}),
+    "function": _Form("fc", "function_call", "function_call_arguments", "arguments"),
+    "custom": _Form("ctc", "custom_tool_call", "custom_tool_call_input", "input"),
     "tool_search": _Form("tsc", "tool_search_call"),
 }
+_SHOWN: dict[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "temperature": None, "top_p": None,
+    "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}, "text": {},
+    "reasoning": {}, "truncation": "disabled", "previous_response_id": None, "background": False,
+}  # fmt: skip
+"""Fields of a request that its answer has, with their defaults."""
+_STATUS: dict[FinishWord, Status] = {
+    "stop": "completed", "length": "incomplete", "abort": "cancelled"
+}  # fmt: skip
 
 
 class ResponsesWriter(BlockWriter):
@@ -72,7 +80,7 @@ class ResponsesWriter(BlockWriter):
         tools: ClientTools,
         tokenizer: Tokenizer | None,
         new_parser: Callable[[], Parser] | None,
-        keep: Callable[[ResponsesAnswer], None] = lambda answer: None,
+        keep: Callable[[ResponsesAnswer], None] | None = None,
     ) -> None:
         """new_parser: see BlockWriter. keep: takes the whole response before the client has it."""
         super().__init__(tokenizer, new_parser, request.parallel_tool_calls is not False)
@@ -81,39 +89,37 @@ class ResponsesWriter(BlockWriter):
         self._is_sealed = ENCRYPTED in (request.include or ())
         self._reasoning = _SUMMARY if request.reasoning and request.reasoning.summary else _CONTENT
         self._num_events = 0
-        self.keep = keep
+        self.keep = keep or (lambda answer: None)
         self.answer = answer
         """The response as it began, and then as it ended."""
 
     def error_chunk(self, error: ApiError | RequestError) -> BaseModel:
         """Return the event that clients raise. Behind it stands that of the failed response."""
-        info = _error(error)
-        told = {"code": info.code, "message": info.message, "param": info.param}
-        event = self._event("error", **told, error=info.model_dump())
-        self.end = self.event(self._event("response.failed", response=self.failed(error)))
+        info = renamed(error_body(error)[1], "/v1/responses").error
+        failed = self.failed(error)
+        told = {**(failed.error or {}), "param": info.param}
+        event = self._event("error", **told, error={**info.model_dump(), **told})
+        self.end = self.event(self._event("response.failed", response=failed))
         return event
 
     def failed(self, error: ApiError | RequestError) -> ResponsesAnswer:
-        """Return the response with an error in place of items."""
-        info = _error(error)
-        told = {"code": info.code, "message": info.message}
+        """Return the response with an error, whose code is a word, in place of items."""
+        status, body = error_body(error)
+        info = renamed(body, "/v1/responses").error
+        word = "invalid_prompt" if status is HTTPStatus.BAD_REQUEST else "server_error"
+        told = {"code": info.code if isinstance(info.code, str) else word, "message": info.message}
         return self.answer.model_copy(update={"status": "failed", "error": told})
 
     def began(self) -> list[BaseModel]:
-        return [
-            self._event(f"response.{name}", response=self.answer)
-            for name in ("created", "in_progress")
-        ]
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=self.answer) for name in names]
 
     def opened(self, block: Block) -> list[BaseModel]:
-        form = self._form(block)
-        item = self._item(block, is_begun=True)
-        name, events = "response.output_item.added", list[BaseModel]()
-        events.append(self._event(name, output_index=block.number, item=item))
-        if form.part:
-            part = _part(form, "")
-            events.append(self._of(block, form, f"{form.part}.added", part=part))
-        return events
+        form, item = self._form(block), self._item(block, is_begun=True)
+        added = self._event("response.output_item.added", output_index=block.number, item=item)
+        if not form.part:
+            return [added]
+        return [added, self._of(block, form, f"{form.part}.added", part=_part(form, ""))]
 
     def grew(self, block: Block, text: str) -> list[BaseModel]:
         form = self._form(block)
@@ -134,35 +140,27 @@ class ResponsesWriter(BlockWriter):
         return [*events, self._event(name, output_index=block.number, item=item)]
 
     def last_chunks(self) -> list[BaseModel]:
-        answer = self._ended()
-        is_whole = answer.status == "completed"
-        name = f"response.{'completed' if is_whole else 'incomplete'}"
-        return [self._event(name, response=answer)]
+        answer = self.body()
+        name = "completed" if answer.status == "completed" else "incomplete"
+        return [self._event(f"response.{name}", response=answer)]
 
-    def body(self) -> BaseModel:
-        return self._ended()
-
-    def _ended(self) -> ResponsesAnswer:
-        """Complete the answer."""
+    def body(self) -> ResponsesAnswer:
         assert self.last is not None, "an answer has at least one delta"
-        answer, reason = self.answer.model_copy(), self.last.finish_reason
-        answer.status = "completed"
-        if reason == "length":
-            answer.status = "incomplete"
+        answer = self.answer.model_copy()
+        answer.status = _STATUS[self.last.finish_reason or "stop"]
+        if answer.status == "incomplete":
             answer.incomplete_details = {"reason": "max_output_tokens"}
-        elif reason == "abort":
-            answer.status = "cancelled"
         answer.output = [self._item(block) for block in self.blocks]
         usage = self.usage
         before, after = usage.prompt_tokens_details, usage.completion_tokens_details
         num_cached = before.cached_tokens if before else 0
-        answer.usage = ResponsesUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details={"cached_tokens": num_cached, "cache_write_tokens": 0},
-            output_tokens=usage.completion_tokens,
-            output_tokens_details={"reasoning_tokens": after.reasoning_tokens if after else 0},
-            total_tokens=usage.total_tokens,
-        )
+        answer.usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": after.reasoning_tokens if after else 0},
+            "total_tokens": usage.total_tokens,
+        }
         self.answer = answer
         if answer.status != "cancelled" or answer.background:
             self.keep(answer)
@@ -211,7 +209,8 @@ class ResponsesWriter(BlockWriter):
         return f"{block.call.id}_{block.number}" if block.call.id in before else block.call.id
 
     def _of(self, block: Block, form: _Form, name: str, **fields: Any) -> StreamEvent:
-        place = {"item_id": self._id(block), "output_index": block.number, **form.place}
+        place = {"item_id": self._id(block), "output_index": block.number}
+        place |= {form.place: 0} if form.part else {}
         return self._event(f"response.{name}", **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> StreamEvent:
@@ -219,21 +218,11 @@ class ResponsesWriter(BlockWriter):
         return StreamEvent.of(kind, sequence_number=self._num_events - 1, **fields)
 
 
-def _error(error: ApiError | RequestError) -> ErrorInfo:
-    """The code is a word, for clients that read no number."""
-    status, body = error_body(error)
-    info = renamed(body, "/v1/responses").error
-    if isinstance(info.code, int):
-        is_wrong = status is HTTPStatus.BAD_REQUEST
-        info.code = "invalid_prompt" if is_wrong else "server_error"
-    return info
-
-
 def begun(request: ResponsesRequest, answer_id: str, model: str, is_kept: bool) -> ResponsesAnswer:
     """Return the response before its first token. answer_id: `resp_` and a unique name."""
-    choice = "auto" if request.tool_choice is None else request.tool_choice
-    text = request.text.model_dump(by_alias=True, exclude_unset=True) if request.text else {}
-    reasoning = request.reasoning.model_dump() if request.reasoning else {}
+    shown = _SHOWN | request.model_dump(by_alias=True, include={*_SHOWN}, exclude_none=True)
+    shown["text"] = {"format": {"type": "text"}, **shown["text"]}
+    shown["reasoning"] = {"effort": None, "summary": None, **shown["reasoning"]}
     return ResponsesAnswer(
         id=answer_id,
         object="response",
@@ -244,20 +233,8 @@ def begun(request: ResponsesRequest, answer_id: str, model: str, is_kept: bool) 
         model=model,
         output=[],
         usage=None,
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        metadata=request.metadata or {},
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning={"effort": None, "summary": None, **reasoning},
-        temperature=request.temperature,
-        text={"format": {"type": "text"}, **text},
-        tool_choice=choice,
-        tools=request.tools or [],
-        top_p=request.top_p,
-        truncation="disabled",
         store=is_kept,
-        previous_response_id=request.previous_response_id,
-        background=bool(request.background),
+        **shown,
     )
 
 
