@@ -18,7 +18,7 @@ MAX_LINES = {"nanocp": 25_600, "control_plane": 25_400, "data_plane": 32_300}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 177
 """Options of all commands together."""
-MAX_SETTINGS = 96
+MAX_SETTINGS = 97
 """Keys that a configuration file may have."""
 MAX_ROOMS = 16
 FREE_RELATIVE = re.compile(r"(What|How|Which|Whether|Who|Where|Why|Whoever)\b")

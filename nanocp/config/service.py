@@ -49,6 +49,8 @@ class ServiceConfig:
     cache_salt_by_key: bool = False
     """Equal prompts of several tenants share no cached KV: a tenant is an API key or, in a service
     without keys, a user."""
+    responses_store_mib: Annotated[int, between(0, 1 << 20)] = 64
+    """Memory of each front end for responses that clients name by id, in MiB. 0: it keeps none."""
     operator_keys_file: str = ""
     """File with keys of operators, one a line, each with an optional name: `alice KEY`. It is read
     again when it changes. A service with keys of any kind needs one for /metrics, the data of

@@ -4,6 +4,9 @@ from mutant import Mutant
 
 _INSTRUCTIONS = "tests/control_plane/frontend/http/test_instructions.py"
 _CONVERSATION = "control_plane/frontend/http/tools/conversation.py"
+_RESPONSES = "tests/control_plane/frontend/http/test_responses_api.py"
+_STORE = "tests/control_plane/frontend/http/test_responses_store.py"
+_RESPONSES_ROOM = "control_plane/frontend/http/responses_api"
 _HABITS = "control_plane/frontend/http/tools/template_habits.py"
 
 OF_DOORS = [
@@ -23,4 +26,21 @@ OF_DOORS = [
            tests=(_INSTRUCTIONS, "-k", "found_by_rendering or in_its_order"),
            why="only one of two system messages is looked for, so a lost one counts as written",
            text="*answer, _USER])\nreturn all(", fault="*answer, _USER])\nreturn any("),
+    Mutant("namespace-dropped", path=f"{_RESPONSES_ROOM}/client_tools.py",
+           tests=(_RESPONSES, "-k", "must_be_called or every_kind"),
+           why="a call of a namespace's tool comes back without it, which clients cannot run",
+           text="if self.namespace else {}", fault="if False else {}"),
+    Mutant("last-output-made-anew", path=f"{_RESPONSES_ROOM}/writer.py",
+           tests=(_RESPONSES, "-k", "adds_up"),
+           why="the items of response.completed are not those that were streamed",
+           text="[self._item(block) for block in self.blocks]",
+           fault='[{**self._item(block), "id": f"x{block.number}"} for block in self.blocks]'),
+    Mutant("all-tenants-responses", path=f"{_RESPONSES_ROOM}/store.py",
+           tests=(_STORE, "-k", "another_tenants"),
+           why="a response is served to another tenant who knows its id",
+           text="if kept is None or kept.owner != owner:", fault="if kept is None:"),
+    Mutant("store-counts-no-input", path=f"{_RESPONSES_ROOM}/store.py",
+           tests=(_STORE, "-k", "least_recently or below_its_bound"),
+           why="bytes that are given back are not those that were taken",
+           text="self.num_bytes -= kept.num_bytes", fault="self.num_bytes -= len(kept.body)"),
 ]  # fmt: skip

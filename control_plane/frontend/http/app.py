@@ -69,6 +69,8 @@ from control_plane.frontend.http.protocol import (
     TokenizeTextRequest,
     check_template_fields,
 )
+from control_plane.frontend.http.responses_api.endpoints import add_responses
+from control_plane.frontend.http.responses_api.store import ResponseStore
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.text.long_texts import in_thread
@@ -105,6 +107,7 @@ class ApiParts:
     on_response: OnResponse
     operators: OperatorKeys
     """Who may read metrics and the cluster's data."""
+    responses: ResponseStore
 
 
 def build_app(
@@ -142,6 +145,7 @@ def build_app(
     errors.install(app)
     _add_generation(app, parts, keys)
     add_messages(app, parts.open_requests, parts.model, keys, _POST)
+    add_responses(app, parts.open_requests, parts.model, keys, parts.responses, _POST)
     _add_tokenizer(app, parts)
     _add_model(app, parts)
     _add_health(app, parts)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -35,6 +36,7 @@ from control_plane.frontend.http.tools.conversation import conversation
 from control_plane.frontend.http.tools.forced_calls import Parser
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.text.default_sampling import our_top_k
+from control_plane.frontend.text.long_texts import in_thread
 from control_plane.frontend.text.tokenizer import Tokenizer
 from control_plane.frontend.validation import check_request_id
 from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
@@ -193,8 +195,23 @@ async def chat_prompt(
         raise ApiError(str(error), str(error).partition(" ")[0]) from error
 
 
+async def prompt_length(
+    request: TemplateFields,
+    model: ServedModel,
+    open_requests: OpenRequests,
+    hidden: Collection[str] = (),
+) -> int:
+    """Return the tokens of a chat's prompt. Raises ApiError.
+
+    hidden: see chat_prompt.
+    """
+    text = await chat_prompt(request, model, hidden)
+    encode = partial(required_tokenizer(open_requests).encode, add_special_tokens=False)
+    return len(await in_thread(len(text), False, encode, text))
+
+
 def _shown(tools: list[dict[str, Any]] | None, hidden: Collection[str]) -> Any:
-    """Of no tools the template sees none: some write an empty list otherwise."""
+    """Return the rest; of no tools the template sees none: some write an empty list otherwise."""
     if not hidden:
         return tools
     return [one for one in tools or () if one["function"]["name"] not in hidden] or None

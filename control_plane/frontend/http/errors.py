@@ -42,13 +42,21 @@ _MESSAGES_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
-_MESSAGES_FIELDS = {
-    r"(tools\.\d+)\.function\.parameters": r"\1.input_schema",
-    r"(tools\.\d+)\.function": r"\1",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
+_FIELDS_BY_PATH = {
+    "/v1/messages": {
+        r"(tools\.\d+)\.function\.parameters": r"\1.input_schema",
+        r"(tools\.\d+)\.function": r"\1",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    },
+    "/v1/responses": {
+        r"(tools\.\d+)\.function": r"\1",
+        "response_format": "text.format",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+    },
 }
-"""Names of a chat's fields at the start of a sentence, in Anthropic's API."""
+"""Names of a chat's fields, which begin sentences, in other APIs."""
 _OVERLOADED = 529
 """Anthropic's status of a service that is full or not ready."""
 _STATUS = {
@@ -133,6 +141,15 @@ FAILED = ApiError(
 TOO_LARGE = "the body is larger than any request that the model can serve"
 
 
+def renamed(body: ErrorResponse, path: str) -> ErrorResponse:
+    """Name fields as the API of this path does, in place of a chat's."""
+    info, names = body.error, _FIELDS_BY_PATH.get("/".join(path.split("/")[:3]), {})
+    for ours, theirs in names.items():
+        info.message = re.sub(f"^{ours}\\b", theirs, info.message)
+        info.param = info.param and re.sub(f"^{ours}\\b", theirs, info.param)
+    return body
+
+
 def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorResponse]:
     """Return the status and the body for an error."""
     if isinstance(error, ApiError):
@@ -161,7 +178,9 @@ def messages_error_body(
     error: ApiError | RequestError, request_id: str
 ) -> tuple[int, MessagesErrorResponse]:
     """Return the status and the body for an error in Anthropic's form."""
-    return _messages_form(*error_body(error), request_id, getattr(error, "details", None))
+    status, body = error_body(error)
+    body = renamed(body, "/v1/messages")
+    return _messages_form(status, body, request_id, getattr(error, "details", None))
 
 
 def _messages_form(
@@ -171,8 +190,6 @@ def _messages_form(
     if found := _TOO_LONG.search(sentence):
         # Clients look for these words, and show the numbers.
         sentence = f"prompt is too long: {found[1]} tokens > {found[2]} maximum. {sentence}"
-    for ours, theirs in _MESSAGES_FIELDS.items():
-        sentence = re.sub(f"^{ours}\\b", theirs, sentence)
     more = {"details": details} if details else {}
     info = MessagesErrorInfo(type=kind, message=sentence, **more)
     is_full = status is HTTPStatus.SERVICE_UNAVAILABLE
@@ -247,6 +264,7 @@ def _response(
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if status is HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
+    body = renamed(body, scope["path"] if scope else "")
     if scope is not None and speaks_messages(scope):
         number, form = _messages_form(status, body, scope["state"]["request_id"], details)
         return JSONResponse(form.model_dump(exclude_unset=True), number, headers)

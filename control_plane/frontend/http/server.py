@@ -17,6 +17,7 @@ from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
 from control_plane.frontend.http.app import ApiParts, build_app
 from control_plane.frontend.http.bounded_protocol import BoundedProtocol, Crowd
 from control_plane.frontend.http.middleware import OnResponse
+from control_plane.frontend.http.responses_api.store import ResponseStore
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.observe.status_server import SnapshotJson
@@ -61,6 +62,7 @@ class HttpServer:
         """
         host, port = self._service.host, self._service.http_port
         port += index if port else 0
+        self._index = index
         self._socket = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.keep_for(self._service, self._num_instances)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,6 +98,7 @@ class HttpServer:
             lambda: self._has_served,
             self._on_response,
             OperatorKeys(self._service),
+            ResponseStore(self._service.responses_store_mib << 20, self._index),
         )
         protocol: Any = partial(
             BoundedProtocol,

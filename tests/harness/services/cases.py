@@ -17,7 +17,7 @@ from nanocp.client import Client, InvalidArgument, ServiceError
 
 CASES = TESTS / "cases"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar",
                 "json_object": "json_object", "structural_tag": "structural_tag"}  # fmt: skip
 _OVER_GRPC = {"prompt", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed",
@@ -73,7 +73,7 @@ def _case(path: Path) -> Case:
 
 def _ways(case: Case) -> Iterator[str]:
     yield "whole"
-    if case.endpoint in (COMPLETIONS, CHAT, MESSAGES):
+    if case.endpoint in (COMPLETIONS, CHAT, MESSAGES, RESPONSES):
         yield "stream"
     # Parts of characters and halves of surrogates do not travel in protobuf.
     if case.endpoint == COMPLETIONS and not case.headers and set(case.body) <= _OVER_GRPC:
@@ -109,7 +109,7 @@ def ask(case: Case, way: str, http: str, grpc: str) -> CaseAnswer:
     names = dict(answer.headers)
     if not names.get("content-type", "").startswith("text/event-stream"):
         return CaseAnswer(answer.status_code, strict_json(answer.text), names)
-    if case.endpoint == MESSAGES:
+    if case.endpoint in (MESSAGES, RESPONSES):
         return _joined_events(answer.text, names)
     # As clients read it that split at every kind of line end.
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
@@ -135,14 +135,18 @@ def _joined(chunks: list[Any], headers: dict[str, str]) -> CaseAnswer:
 
 
 def _joined_events(text: str, headers: dict[str, str]) -> CaseAnswer:
-    """The events of a stream of Messages as one body."""
-    events = []
+    """The events of a stream of Messages or Responses as one body."""
+    events: list[Any] = []
     for event in text.removesuffix("\n\n").split("\n\n"):
+        if event.startswith(":"):
+            continue
         name, _, data = event.partition("\n")
         events.append(strict_json(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
-    if events[-1]["type"] == "error":
-        return CaseAnswer(200, events[-1], headers)
+    if failed := next((one for one in events if one["type"] == "error"), None):
+        return CaseAnswer(200, failed, headers)
+    if events[0]["type"] == "response.created":
+        return CaseAnswer(200, joined_response(events), headers)
     return CaseAnswer(200, joined_message(events), headers)
 
 
@@ -175,6 +179,39 @@ def joined_message(events: list[Any]) -> dict[str, Any]:
             case other:
                 assert other == {"type": "ping"}
     return body
+
+
+def joined_response(events: list[Any]) -> dict[str, Any]:
+    """The response of a stream's events, whose order is checked, with the items that it brought."""
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    last: dict[str, Any] = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{_LAST.get(last['status'], last['status'])}"
+    items: list[Any] = []
+    texts, is_open = list[str](), False
+    for event in events[2:-1]:
+        kind = event["type"].removeprefix("response.")
+        match kind.rpartition(".")[::2]:
+            case "output_item", "added":
+                assert not is_open and event["output_index"] == len(items)
+                items.append(event["item"])
+                is_open = True
+            case "output_item", "done":
+                assert event["item"]["id"] == items[-1]["id"]
+                items[-1], is_open, texts = event["item"], False, []
+            case _, "delta":
+                assert is_open and event["item_id"] == items[-1]["id"]
+                texts.append(event["delta"])
+            case _, "done":
+                whole = event.get("part", event)
+                (text,) = (whole[name] for name in ("text", "arguments", "input") if name in whole)
+                assert text == "".join(texts)
+    assert not is_open and items == last["output"]
+    return last
+
+
+_LAST = {"cancelled": "incomplete"}
+"""Last events of responses that are not named as their status."""
 
 
 def _add(whole: dict[str, Any], new: dict[str, Any]) -> None:

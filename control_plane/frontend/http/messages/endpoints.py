@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,10 +14,9 @@ from control_plane.frontend.http.answers.deltas import deltas
 from control_plane.frontend.http.answers.responses import respond
 from control_plane.frontend.http.client_requests import (
     call_id,
-    chat_prompt,
     chat_request,
     check_model,
-    required_tokenizer,
+    prompt_length,
 )
 from control_plane.frontend.http.errors import MessagesErrorResponse
 from control_plane.frontend.http.messages.protocol import (
@@ -33,7 +31,6 @@ from control_plane.frontend.http.messages.translate import tenant_of, translated
 from control_plane.frontend.http.messages.writer import MessagesWriter
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
-from control_plane.frontend.text.long_texts import in_thread
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": MessagesErrorResponse, "description": "The request is invalid."},
@@ -66,9 +63,8 @@ def add_messages(
     async def count_tokens(request: MessagesPrompt) -> TokenCount:
         check_model(request.model, model)
         as_chat = translated(request, model)
-        text = await chat_prompt(as_chat.chat, model, as_chat.hidden)
-        encode = partial(required_tokenizer(open_requests).encode, add_special_tokens=False)
-        return TokenCount(input_tokens=len(await in_thread(len(text), False, encode, text)))
+        num = await prompt_length(as_chat.chat, model, open_requests, as_chat.hidden)
+        return TokenCount(input_tokens=num)
 
 
 def model_page(model: ServedModel, max_model_len: int) -> ModelPage:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.messages.protocol import (
@@ -19,27 +14,19 @@ from control_plane.frontend.http.messages.protocol import (
     MessagesPrompt,
     MessagesRequest,
 )
-from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.tools.translated_chat import (
+    LoadedTools,
+    TranslatedChat,
+    chat_of,
+    picture_sentence,
+)
 
-logger = logging.getLogger(__name__)
-
-PICTURE = "[a picture was here; this model reads text]"
-"""Text in the place of a picture or document in a tool's result, which stays in the history."""
 _BILLING = "x-anthropic-billing-header"
 """Start of a system block that changes with each talk, and would keep talks from sharing KV."""
 _MIN_BUDGET = 1024
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stream")
-
-
-@dataclass(frozen=True, slots=True)
-class TranslatedChat:
-    """A request as a chat."""
-
-    chat: ChatRequest
-    hidden: frozenset[str]
-    """Tools that messages define, where they were loaded, and the template does not."""
 
 
 def translated(request: MessagesPrompt, model: ServedModel) -> TranslatedChat:
@@ -51,7 +38,7 @@ def translated(request: MessagesPrompt, model: ServedModel) -> TranslatedChat:
     _check_end(request, messages)
     fields: dict[str, Any] = {
         "messages": messages,
-        "tools": tools.available or None,
+        "tools": tools.loaded.available or None,
         "tool_choice": tools.choice(),
         "continue_final_message": is_open,
         **_thinking(request, model),
@@ -66,11 +53,7 @@ def translated(request: MessagesPrompt, model: ServedModel) -> TranslatedChat:
         given = {name: getattr(request, name) for name in _SAMPLING}
         fields |= {name: value for name, value in given.items() if value is not None}
         fields["stop"] = request.stop_sequences
-    try:
-        return TranslatedChat(ChatRequest(**fields), tools.hidden)
-    except ValidationError as error:
-        mistakes = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise RequestValidationError(mistakes, body=fields) from error
+    return chat_of(fields, tools.loaded.hidden)
 
 
 def tenant_of(request: MessagesRequest) -> str:
@@ -163,24 +146,11 @@ class _Tools:
 
     def __init__(self, request: MessagesPrompt) -> None:
         self._request = request
-        self._by_name: dict[str, dict[str, Any]] = {}
-        self._deferred: set[str] = set()
-        self._loaded: set[str] = set()
+        self.loaded = LoadedTools()
         self._names: dict[str, str] = {}
         """Names of the tools that were called, by the call's id."""
         for number, tool in enumerate(request.tools or ()):
-            self._declare(tool, f"tools.{number}")
-
-    @property
-    def available(self) -> list[dict[str, Any]]:
-        """The tools that the model may call, in the form of chats."""
-        waiting = self._deferred - self._loaded
-        return [tool for name, tool in self._by_name.items() if name not in waiting]
-
-    @property
-    def hidden(self) -> frozenset[str]:
-        """Tools that messages define."""
-        return frozenset(self._deferred)
+            self._declare(tool, f"tools.{number}", tool.get("defer_loading") is True)
 
     def choice(self) -> Any:
         """Return the tool_choice of a chat. Raises ApiError for a tool that is not there."""
@@ -189,7 +159,7 @@ class _Tools:
             return None
         if choice.type != "tool":
             return _CHOICES[choice.type]
-        names = [tool["function"]["name"] for tool in self.available]
+        names = [tool["function"]["name"] for tool in self.loaded.available]
         if choice.name not in names:
             raise ApiError(
                 f"tool_choice.name is {choice.name!r}; the tools are {', '.join(names) or 'none'}",
@@ -205,7 +175,7 @@ class _Tools:
                 blocks = [{"type": "text", "text": blocks}]
             yield from getattr(self, f"_{message.role}")(blocks, f"messages.{number}.content")
 
-    def _declare(self, tool: Mapping[str, Any], field: str) -> str:
+    def _declare(self, tool: Mapping[str, Any], field: str, is_deferred: bool) -> str:
         if (kind := tool.get("type")) not in (None, "custom"):
             raise ApiError(
                 f"{field}.type is {kind!r:.60}; only tools of the client's are served, which have "
@@ -215,24 +185,8 @@ class _Tools:
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not name or not isinstance(schema, dict):
             raise ApiError(f"{field} must have a name and an input_schema, a JSON schema", field)
-        if name in self._by_name:
-            raise ApiError(f"{field}.name is {name!r:.60}; another tool has this name", field)
-        function = {"name": name, "description": tool.get("description"), "parameters": schema}
-        if tool.get("strict") is True:
-            function["strict"] = True
-        given = {key: value for key, value in function.items() if value is not None}
-        self._by_name[name] = {"type": "function", "function": given}
-        if tool.get("defer_loading") is True:
-            self._deferred.add(name)
+        self.loaded.declare({**tool, "parameters": schema}, field, is_deferred)
         return name
-
-    def _load(self, name: Any) -> str:
-        """Return the definition of a tool, for the place where it is loaded."""
-        tool = self._by_name.get(name) if isinstance(name, str) else None
-        if tool is None or name not in self._deferred:
-            return str(name)
-        self._loaded.add(name)
-        return json.dumps(tool, ensure_ascii=False)
 
     def _system(self, blocks: Blocks, field: str) -> Iterator[dict[str, Any]]:
         texts = []
@@ -240,11 +194,10 @@ class _Tools:
             place = f"{field}.{number}"
             match block:
                 case {"type": "tool_addition", "tool": {"definition": dict(tool)}}:
-                    name = self._declare(tool, f"{place}.tool.definition")
-                    self._deferred.add(name)
-                    texts.append(self._load(name))
+                    name = self._declare(tool, f"{place}.tool.definition", True)
+                    texts.append(self.loaded.load(name))
                 case {"type": "tool_addition", "tool": {"name": name}}:
-                    texts.append(self._load(name))
+                    texts.append(self.loaded.load(name))
                 case {"type": "tool_removal", "tool": {"name": name}}:
                     texts.append(f"The tool {name} is no longer available.")
                 case _:
@@ -274,10 +227,9 @@ class _Tools:
     def _part(self, part: Any, field: str) -> str:
         match part:
             case {"type": "tool_reference", "tool_name": name}:
-                return self._load(name)
+                return self.loaded.load(name)
             case {"type": "image" | "document"}:
-                logger.info("a tool's result has a picture or document; the model reads text")
-                return PICTURE
+                return picture_sentence()
             case {"type": "search_result", "content": list(found)}:
                 head = [str(part.get("title", "")), str(part.get("source", ""))]
                 return "\n".join([*head, *(_text(one, field) for one in found)])
