@@ -14,12 +14,13 @@ from control_plane.frontend.http.answers.deltas import Delta
 from control_plane.frontend.http.client_requests import chat_prompt
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.messages.protocol import MessagesPrompt, MessagesRequest
-from control_plane.frontend.http.messages.translate import PICTURE, tenant_of, translated
+from control_plane.frontend.http.messages.translate import tenant_of, translated
 from control_plane.frontend.http.messages.writer import SIGNATURE, MessagesWriter
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.answer_parser import AnswerParser, CallContext
 from control_plane.frontend.http.tools.call_forms import CALL_FORMS
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from control_plane.frontend.http.tools.translated_chat import PICTURE
 from control_plane.frontend.text.tokenizer import load_tokenizer
 from harness.services.agent_talks import FOUND, claude_code
 from harness.services.cases import joined_message, strict_json
