@@ -105,17 +105,26 @@ def assert_found(found):
             assert value["name"] in ("Rome", "Ulm") and value["people"] in (1, 2)
 
 
-MESSAGES_CLIENTS = ["anthropic", "litellm", "langchain", "pydantic-ai"]
+NUM_FOUND = {
+    "anthropic": 10, "litellm": 3, "langchain": 5, "pydantic-ai": 2, "openai": 9,
+    "litellm-responses": 2, "langchain-responses": 5, "pydantic-ai-responses": 4,
+    "openai-agents": 4,
+}  # fmt: skip
+"""What each client of the Messages API, and of the Responses API, finds."""
 
 
-@pytest.mark.parametrize("client", MESSAGES_CLIENTS)
-def test_a_client_of_messages(client, clients_python, service):
+@pytest.mark.parametrize("client", NUM_FOUND)
+def test_a_client_of_messages_or_responses(client, clients_python, service):
     found = found_by(client, clients_python, service, "agent_clients")
-    assert len(found) == {"anthropic": 10, "litellm": 3, "langchain": 5, "pydantic-ai": 2}[client]
+    assert len(found) == NUM_FOUND[client]
     if client == "anthropic":
         assert found.pop("text, final") == found["text"] and found.pop("reason") == "max_tokens"
-        assert found.pop("runner") and found.pop("count") > 5 and found.pop("models") == ["tale"]
+        assert found.pop("runner") and found.pop("models") == ["tale"]
         assert re.match(r"prompt is too long: \d+ tokens > 8192 maximum", found.pop("too long"))
+    elif client == "openai":
+        assert found.pop("chain") and found.pop("kept")
+        assert found.pop("too long") == ["context_length_exceeded", "input"]
+    assert found.pop("count", 6) > 5
     assert_found({"text": "-"} | found)
 
 
@@ -167,7 +176,7 @@ def play(service, dice):
     return parts
 
 
-@pytest.mark.parametrize("client", ["anthropic"])
+@pytest.mark.parametrize("client", ["anthropic", "openai"])
 def test_only_the_error_that_was_sent_is_raised(client, clients_python):
     template = ChatTemplate((TEMPLATES / "late_kept.jinja").read_text(), {"bos_token": "<s>"})
     model = ServedModel("tale", "tale", template, call_form="hermes", has_reasoning=True)

@@ -152,9 +152,129 @@ def _by_pydantic_ai(new_model: Callable[[], Any], ways: list[str]) -> Found:
     return found
 
 
+def of_openai_responses(url: str, model: str) -> Found:
+    """Text, a class, tools whole and streamed, a chain of two, counts, errors."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0)
+    options: Any = {"model": model, "input": ASK, "max_output_tokens": 200}
+    found: Found = {}
+    with client.responses.stream(**options | {"max_output_tokens": 8}) as stream:
+        found["text"] = "".join(
+            one.delta for one in stream if one.type == "response.output_text.delta"
+        )
+    city = client.responses.parse(text_format=City, **options)
+    found["schema"] = city.output_parsed.model_dump()
+    with client.responses.stream(text_format=City, **options) as stream:
+        found["schema, streamed"] = stream.get_final_response().output_parsed.model_dump()
+    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    forced = options | {
+        "tools": tools, "tool_choice": "required", "parallel_tool_calls": False
+    }  # fmt: skip
+    first = client.responses.create(**forced)
+    with client.responses.stream(**forced) as stream:
+        last = stream.get_final_response()
+    for name, answer in (("tool", first), ("tool, streamed", last)):
+        (call,) = answer.output
+        found[name] = [call.name, json.loads(call.arguments)]
+    output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "Rain."}
+    second = client.responses.create(**options | {"input": [output]}, previous_response_id=first.id)
+    found["chain"] = second.usage.input_tokens > first.usage.input_tokens
+    found["kept"] = client.responses.retrieve(second.id).output_text == second.output_text
+    found["count"] = client.responses.input_tokens.count(model=model, input=ASK).input_tokens
+    try:
+        client.responses.create(**options | {"input": TOO_LONG})
+    except openai.BadRequestError as error:
+        found["too long"] = [error.code, error.param]
+    return found
+
+
+def of_litellm_responses(url: str, model: str) -> Found:
+    """The Responses API by its own client for it."""
+    import litellm
+
+    options: Any = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "EMPTY",
+                    "input": ASK}  # fmt: skip
+    found: Found = {}
+    chunks = litellm.responses(stream=True, max_output_tokens=8, **options)
+    found["text"] = "".join(getattr(one, "delta", "") for one in chunks)
+    forced = {"tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
+              "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
+    answer: Any = litellm.responses(**forced, **options)
+    (call,) = answer.output
+    found["tool"] = [call.name, json.loads(call.arguments)]
+    return found
+
+
+def of_langchain_responses(url: str, model: str) -> Found:
+    """Text, a class and tools by LangChain's client of the Responses API."""
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="EMPTY", max_retries=0,
+                      use_responses_api=True)  # fmt: skip
+    methods = ("json_schema", "function_calling")
+    return _by_langchain(chat, chat.bind(max_output_tokens=8), methods)
+
+
+def of_pydantic_ai_responses(url: str, model: str) -> Found:
+    """An agent whose output is a class, whole and streamed, by the Responses API."""
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    def new_model() -> Any:
+        provider = OpenAIProvider(base_url=f"{url}/v1", api_key="EMPTY")
+        return OpenAIResponsesModel(model, provider=provider)
+
+    return _by_pydantic_ai(new_model, ["tool", "schema"])
+
+
+def of_openai_agents(url: str, model: str) -> Found:
+    """Agents that answer a text and a class, and call a tool, whole and streamed."""
+    import agents
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+    found: Found = {}
+    called: list[str] = []
+
+    @agents.function_tool
+    def weather(city: Literal["Rome", "Ulm"]) -> str:
+        """Tell the weather of a city."""
+        called.append(city)
+        return "It rains."
+
+    def new_model() -> Any:
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0)
+        return agents.OpenAIResponsesModel(model, client)
+
+    # It raises at an answer that max_tokens cuts.
+    brief = agents.ModelSettings(extra_body={"structured_outputs": {"choice": ["A tale."]}})
+    agent = agents.Agent("brief", model=new_model(), model_settings=brief)
+    found["text"] = agents.Runner.run_sync(agent, ASK).final_output
+    agent = agents.Agent("city", model=new_model(), output_type=City)
+    found["class"] = agents.Runner.run_sync(agent, ASK).final_output.model_dump()
+
+    async def streamed() -> Any:
+        agent = agents.Agent("city", model=new_model(), output_type=City)
+        result = agents.Runner.run_streamed(agent, ASK)
+        async for _ in result.stream_events():
+            pass
+        return result.final_output.model_dump()
+
+    found["class, streamed"] = asyncio.run(streamed())
+    must = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False)
+    agent = agents.Agent("caller", model=new_model(), tools=[weather], model_settings=must,
+                         tool_use_behavior="stop_on_first_tool")  # fmt: skip
+    agents.Runner.run_sync(agent, ASK)
+    found["tool"] = ["weather", {"city": called[0]}]
+    return found
+
+
 CLIENTS: dict[str, Callable[[str, str], Found]] = {
     "anthropic": of_anthropic, "litellm": of_litellm, "langchain": of_langchain,
-    "pydantic-ai": of_pydantic_ai,
+    "pydantic-ai": of_pydantic_ai, "openai": of_openai_responses,
+    "litellm-responses": of_litellm_responses, "langchain-responses": of_langchain_responses,
+    "pydantic-ai-responses": of_pydantic_ai_responses, "openai-agents": of_openai_agents,
 }  # fmt: skip
 
 
