@@ -3,6 +3,8 @@
 from mutant import Mutant
 
 _INSTRUCTIONS = "tests/control_plane/frontend/http/test_instructions.py"
+_MESSAGES = "tests/control_plane/frontend/http/test_messages.py"
+_MESSAGES_ROOM = "control_plane/frontend/http/messages"
 _CONVERSATION = "control_plane/frontend/http/tools/conversation.py"
 _RESPONSES = "tests/control_plane/frontend/http/test_responses_api.py"
 _STORE = "tests/control_plane/frontend/http/test_responses_store.py"
@@ -43,4 +45,16 @@ OF_DOORS = [
            tests=(_STORE, "-k", "least_recently or below_its_bound"),
            why="bytes that are given back are not those that were taken",
            text="self.num_bytes -= kept.num_bytes", fault="self.num_bytes -= len(kept.body)"),
+    Mutant("thread-ignored", path=f"{_MESSAGES_ROOM}/translate.py",
+           tests=("tests/cases", "-k", "thread_is_refused"),
+           why="a client that sends the new message only gets an answer that knows nothing else",
+           text="if extra.get(\"thread\"):", fault="if False:"),
+    Mutant("deferred-tools-at-the-top", path="control_plane/frontend/http/client_requests.py",
+           tests=(_MESSAGES, "-k", "shares_the_turn_before"),
+           why="a tool that is loaded changes the prompt's top, and nothing behind it is shared",
+           text="if not hidden:", fault="if True:"),
+    Mutant("blocks-run-together", path="control_plane/frontend/http/answers/blocks.py",
+           tests=(_MESSAGES, "-k", "any_cutting"),
+           why="a block goes on where another kind of part begins, so texts run into each other",
+           text="self.blocks[-1].kind is not part.kind", fault="False"),
 ]  # fmt: skip
