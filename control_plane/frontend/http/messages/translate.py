@@ -227,9 +227,9 @@ class _Tools:
         return name
 
     def _load(self, name: Any) -> str:
-        """Return the definition of a tool, for the place where it is loaded."""
+        """Return the definition of a tool where it is first loaded, later its name."""
         tool = self._by_name.get(name) if isinstance(name, str) else None
-        if tool is None or name not in self._deferred:
+        if tool is None or name in self._loaded or name not in self._deferred:
             return str(name)
         self._loaded.add(name)
         return json.dumps(tool, ensure_ascii=False)
@@ -252,6 +252,8 @@ class _Tools:
         yield {"role": "system", "content": "\n\n".join(texts)}
 
     def _user(self, blocks: Blocks, field: str) -> Iterator[dict[str, Any]]:
+        if not blocks:
+            raise ApiError(f"{field} is empty; it must have text or tool results", field)
         texts = []
         for number, block in enumerate(blocks):
             if block.get("type") == "tool_result":
@@ -293,7 +295,11 @@ class _Tools:
                     pass
                 case {"type": "tool_use", "id": str(call), "name": str(name)}:
                     self._names[call] = name
-                    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                    given = block.get("input") or {}
+                    if not isinstance(given, dict):
+                        place = f"{field}.{number}.input"
+                        raise ApiError(f"{place} is {given!r:.60}; it must be an object", place)
+                    arguments = json.dumps(given, ensure_ascii=False)
                     function = {"name": name, "arguments": arguments}
                     calls.append({"id": call, "type": "function", "function": function})
                 case _:
@@ -312,7 +318,8 @@ def _text(block: Any, field: str) -> str:
             return text
         case {"type": str(kind)} if kind != "text":
             raise ApiError(
-                f"{field} has the type {kind!r:.60}, which is not read here; send text instead",
+                f"{field} has the type {kind!r:.60}, which is not read here, or not without "
+                "the other fields of such a block; send text instead",
                 field,
             )
     raise ApiError(f'{field} must be like {{"type": "text", "text": ...}}', field)
