@@ -22,5 +22,11 @@ OF_DOORS = [
     Mutant("one-of-two-counts", path=_HABITS,
            tests=(_INSTRUCTIONS, "-k", "found_by_rendering or in_its_order"),
            why="only one of two system messages is looked for, so a lost one counts as written",
-           text="*answer, _USER])\nreturn all(", fault="*answer, _USER])\nreturn any("),
+           text="return -1 not in places and places == sorted(places)",
+           fault="return max(places) >= 0"),
+    Mutant("hoisted-counts-as-kept", path=_HABITS,
+           tests=(_INSTRUCTIONS, "-k", "in_its_order and late_hoisted"),
+           why="a template that gathers system messages gets late ones, which change the top",
+           text="return -1 not in places and places == sorted(places)",
+           fault="return -1 not in places"),
 ]  # fmt: skip
