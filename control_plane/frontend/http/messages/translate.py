@@ -166,6 +166,8 @@ class _Tools:
         self._by_name: dict[str, dict[str, Any]] = {}
         self._deferred: set[str] = set()
         self._loaded: set[str] = set()
+        self._written: set[str] = set()
+        """Deferred tools whose definition is in a message."""
         self._names: dict[str, str] = {}
         """Names of the tools that were called, by the call's id."""
         for number, tool in enumerate(request.tools or ()):
@@ -205,7 +207,8 @@ class _Tools:
                 blocks = [{"type": "text", "text": blocks}]
             yield from getattr(self, f"_{message.role}")(blocks, f"messages.{number}.content")
 
-    def _declare(self, tool: Mapping[str, Any], field: str) -> str:
+    def _declare(self, tool: Mapping[str, Any], field: str, is_late: bool = False) -> str:
+        """is_late: a message defines the tool, perhaps again."""
         if (kind := tool.get("type")) not in (None, "custom"):
             raise ApiError(
                 f"{field}.type is {kind!r:.60}; only tools of the client's are served, which have "
@@ -215,23 +218,27 @@ class _Tools:
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not name or not isinstance(schema, dict):
             raise ApiError(f"{field} must have a name and an input_schema, a JSON schema", field)
-        if name in self._by_name:
+        if name in self._by_name and not (is_late and name in self._deferred):
             raise ApiError(f"{field}.name is {name!r:.60}; another tool has this name", field)
         function = {"name": name, "description": tool.get("description"), "parameters": schema}
         if tool.get("strict") is True:
             function["strict"] = True
         given = {key: value for key, value in function.items() if value is not None}
         self._by_name[name] = {"type": "function", "function": given}
-        if tool.get("defer_loading") is True:
+        if is_late or tool.get("defer_loading") is True:
             self._deferred.add(name)
+            self._written.discard(name)
         return name
 
     def _load(self, name: Any) -> str:
         """Return the definition of a tool where it is first loaded, later its name."""
         tool = self._by_name.get(name) if isinstance(name, str) else None
-        if tool is None or name in self._loaded or name not in self._deferred:
+        if tool is None or name not in self._deferred:
             return str(name)
         self._loaded.add(name)
+        if name in self._written:
+            return str(name)
+        self._written.add(name)
         return json.dumps(tool, ensure_ascii=False)
 
     def _system(self, blocks: Blocks, field: str) -> Iterator[dict[str, Any]]:
@@ -240,12 +247,12 @@ class _Tools:
             place = f"{field}.{number}"
             match block:
                 case {"type": "tool_addition", "tool": {"definition": dict(tool)}}:
-                    name = self._declare(tool, f"{place}.tool.definition")
-                    self._deferred.add(name)
+                    name = self._declare(tool, f"{place}.tool.definition", is_late=True)
                     texts.append(self._load(name))
                 case {"type": "tool_addition", "tool": {"name": name}}:
                     texts.append(self._load(name))
-                case {"type": "tool_removal", "tool": {"name": name}}:
+                case {"type": "tool_removal", "tool": {"name": str(name)}}:
+                    self._loaded.discard(name)
                     texts.append(f"The tool {name} is no longer available.")
                 case _:
                     texts.append(_text(block, place))

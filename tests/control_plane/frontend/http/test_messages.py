@@ -134,6 +134,27 @@ def test_the_definition_of_a_tool_is_written_once():
     assert '"name": "lamp"' in definition and names == ["lamp", "lamp"]
 
 
+def test_a_removed_tool_can_be_added_again_and_is_no_choice_before():
+    def message(kind, **tool):
+        return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+    user = {"role": "user", "content": "x"}
+    lamps = [{"name": "lamp", "description": text, "input_schema": {}} for text in ("Old", "New")]
+    added, again = [message("tool_addition", definition=one) for one in lamps]
+    removed = message("tool_removal", name="lamp")
+    referred = message("tool_addition", name="lamp")
+    choice = {"tool_choice": {"type": "tool", "name": "lamp"}}
+    with pytest.raises(ApiError, match=r"^tool_choice.name is 'lamp'; the tools are none"):
+        chat_of(choice | {"messages": [user, added, removed]})
+    for messages, last in (([again], "New"), ([referred], "Old"), ([again, again], "New")):
+        chat = chat_of(choice | {"messages": [user, added, removed, *messages]})
+        assert [one["function"]["description"] for one in chat.tools] == [last]
+        definitions = [one.content for one in chat.messages if '"name": "lamp"' in one.content]
+        assert len(definitions) == 1 + messages.count(again)
+    with pytest.raises(ApiError, match=r"^messages.1.content.0.tool.definition.name is 'lamp'"):
+        chat_of({"messages": [user, added], "tools": lamps[:1]})
+
+
 def test_half_a_character_in_an_earlier_call_reaches_no_tokenizer():
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {"a": "x\ud83d"}}
     body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [call]},
@@ -261,6 +282,8 @@ def test_a_refusal_names_the_field_and_what_to_send(fields, sentence):
 def test_fields_that_ask_for_nothing_are_ignored():
     empty = dict.fromkeys(("thread", "container", "mcp_servers", "kv_transfer_params"))
     chat = chat_of(ASK | empty | {"context_management": {"edits": []}, "safeguards": {"a": 1}})
+    assert not MessagesRequest(**ASK, stream=None, tool_choice={
+        "type": "auto", "disable_parallel_tool_use": None}).stream  # fmt: skip
     assert [one.content for one in chat.messages] == ["x"]
 
 
