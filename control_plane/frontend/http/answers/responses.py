@@ -70,6 +70,10 @@ class Writer(ABC):
     def body(self) -> BaseModel:
         """Return the response as one body."""
 
+    def json(self) -> str:
+        """Return the body as JSON."""
+        return self.body().model_dump_json(exclude_unset=True)
+
 
 class ChoicesWriter(Writer):
     """Makes a response of OpenAI's that has a list of choices."""
@@ -133,16 +137,15 @@ async def respond(
         async with aclosing(deltas):
             collected = asyncio.ensure_future(_collected(deltas, writer))
             await _unless_disconnected(request, collected)
-            body = collected.result()
-            return Response(body.model_dump_json(exclude_unset=True), media_type="application/json")
+            return Response(collected.result(), media_type="application/json")
     except _DisconnectedError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _collected(deltas: AsyncIterator[Delta], writer: Writer) -> BaseModel:
+async def _collected(deltas: AsyncIterator[Delta], writer: Writer) -> str:
     async for delta in deltas:
         writer.add(delta)
-    return writer.body()
+    return writer.json()
 
 
 async def _events(

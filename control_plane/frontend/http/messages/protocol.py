@@ -35,7 +35,7 @@ class ToolChoice(BaseModel):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = False
     """True: at most one call is kept."""
 
 
@@ -95,7 +95,7 @@ class MessagesRequest(MessagesPrompt):
     max_tokens: Annotated[int, Field(ge=1)]
     """Most tokens of the answer; more than what is left means what is left."""
     stop_sequences: list[str] | None = None
-    stream: bool = False
+    stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None

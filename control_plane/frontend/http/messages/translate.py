@@ -175,7 +175,10 @@ class _Tools:
                 blocks = [{"type": "text", "text": blocks}]
             yield from getattr(self, f"_{message.role}")(blocks, f"messages.{number}.content")
 
-    def _declare(self, tool: Mapping[str, Any], field: str, is_deferred: bool) -> str:
+    def _declare(
+        self, tool: Mapping[str, Any], field: str, is_deferred: bool, is_again: bool = False
+    ) -> str:
+        """is_again: see LoadedTools."""
         if (kind := tool.get("type")) not in (None, "custom"):
             raise ApiError(
                 f"{field}.type is {kind!r:.60}; only tools of the client's are served, which have "
@@ -185,7 +188,7 @@ class _Tools:
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not name or not isinstance(schema, dict):
             raise ApiError(f"{field} must have a name and an input_schema, a JSON schema", field)
-        self.loaded.declare({**tool, "parameters": schema}, field, is_deferred)
+        self.loaded.declare({**tool, "parameters": schema}, field, is_deferred, is_again)
         return name
 
     def _system(self, blocks: Blocks, field: str) -> Iterator[dict[str, Any]]:
@@ -194,17 +197,21 @@ class _Tools:
             place = f"{field}.{number}"
             match block:
                 case {"type": "tool_addition", "tool": {"definition": dict(tool)}}:
-                    name = self._declare(tool, f"{place}.tool.definition", True)
+                    place = f"{place}.tool.definition"
+                    name = self._declare(tool, place, is_deferred=True, is_again=True)
                     texts.append(self.loaded.load(name))
                 case {"type": "tool_addition", "tool": {"name": name}}:
                     texts.append(self.loaded.load(name))
-                case {"type": "tool_removal", "tool": {"name": name}}:
+                case {"type": "tool_removal", "tool": {"name": str(name)}}:
+                    self.loaded.unload(name)
                     texts.append(f"The tool {name} is no longer available.")
                 case _:
                     texts.append(_text(block, place))
         yield {"role": "system", "content": "\n\n".join(texts)}
 
     def _user(self, blocks: Blocks, field: str) -> Iterator[dict[str, Any]]:
+        if not blocks:
+            raise ApiError(f"{field} is empty; it must have text or tool results", field)
         texts = []
         for number, block in enumerate(blocks):
             if block.get("type") == "tool_result":
@@ -245,7 +252,11 @@ class _Tools:
                     pass
                 case {"type": "tool_use", "id": str(call), "name": str(name)}:
                     self._names[call] = name
-                    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                    given = block.get("input") or {}
+                    if not isinstance(given, dict):
+                        place = f"{field}.{number}.input"
+                        raise ApiError(f"{place} is {given!r:.60}; it must be an object", place)
+                    arguments = json.dumps(given, ensure_ascii=False)
                     function = {"name": name, "arguments": arguments}
                     calls.append({"id": call, "type": "function", "function": function})
                 case _:
@@ -264,7 +275,8 @@ def _text(block: Any, field: str) -> str:
             return text
         case {"type": str(kind)} if kind != "text":
             raise ApiError(
-                f"{field} has the type {kind!r:.60}, which is not read here; send text instead",
+                f"{field} has the type {kind!r:.60}, which is not read here, or not without "
+                "the other fields of such a block; send text instead",
                 field,
             )
     raise ApiError(f'{field} must be like {{"type": "text", "text": ...}}', field)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,9 @@ from control_plane.frontend.text.tokenizer import Tokenizer
 
 SIGNATURE = "bmFub2Nw"
 """Clients want one with each thinking block; it is not checked."""
+
+_NO_INPUT = '"input":{}'
+"""A call's arguments in a body without them; within a text the quotes would be escaped."""
 
 
 class MessagesWriter(BlockWriter):
@@ -87,6 +89,13 @@ class MessagesWriter(BlockWriter):
     def body(self) -> BaseModel:
         return self._message([self._block(block) for block in self.blocks], *self._stop())
 
+    def json(self) -> str:
+        """Return the body as JSON, with arguments in the model's spelling, as in a stream."""
+        first, *others = super().json().split(_NO_INPUT)
+        calls = (block.text for block in self.blocks if block.call)
+        pairs = zip(calls, others, strict=True)
+        return first + "".join(f'"input":{call}{after}' for call, after in pairs)
+
     def _message(
         self, content: list[AnswerBlock], reason: StopReason | None, sequence: str | None = None
     ) -> MessagesAnswer:
@@ -116,9 +125,9 @@ class MessagesWriter(BlockWriter):
         """is_begun: deltas bring the rest."""
         text = "" if is_begun else block.text
         if block.call:
-            called = {} if is_begun else json.loads(text)
+            # The arguments follow in deltas, or in `json`.
             name = block.call.name
-            return ToolUseBlock(type="tool_use", id=block.call.id, name=name, input=called)
+            return ToolUseBlock(type="tool_use", id=block.call.id, name=name, input={})
         if block.kind is PartKind.REASONING:
             shown, signature = text if self._shows_thinking else "", "" if is_begun else SIGNATURE
             return ThinkingBlock(type="thinking", thinking=shown, signature=signature)

@@ -68,7 +68,8 @@ class ChatTemplate:
                 f"messages cannot be rendered by the model's chat template: {error}"
             ) from error
         text: str = rendered[0][0]
-        return text
+        # Arguments of a call can have escaped halves of characters, which no tokenizer reads.
+        return text.encode(errors="replace").decode()
 
 
 class _Generation(Extension):

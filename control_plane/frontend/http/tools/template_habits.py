@@ -48,9 +48,9 @@ class TemplateHabits:
     roles_with_parts: frozenset[str]
     """Roles whose content it accepts in parts."""
     late_roles: frozenset[str]
-    """Those of INSTRUCTIONS that it writes behind a user's message too."""
+    """Those of INSTRUCTIONS that it writes behind a user's message, at their place."""
     pairs: frozenset[tuple[str, str]]
-    """Roles of two first messages that it writes both, of INSTRUCTIONS or the user's."""
+    """Roles of two first messages that it writes in order, of INSTRUCTIONS or the user's."""
 
 
 @lru_cache(maxsize=16)
@@ -107,7 +107,9 @@ def _writes_both(template: ChatTemplate, role: str, other: str, *between: dict[s
     first, second = {"role": role, "content": _SHOWN[0]}, {"role": other, "content": _SHOWN[1]}
     answer = [{"role": "assistant", "content": "There."}] if between else []
     text = _rendered(template, [first, *between, second, *answer, _USER])
-    return all(one in text for one in _SHOWN)
+    shown = (_SHOWN[0], *(one["content"] for one in between), _SHOWN[1])
+    places = [text.find(one) for one in shown]
+    return -1 not in places and places == sorted(places)
 
 
 def _takes_parts(template: ChatTemplate, role: str, takes_text: bool) -> bool:

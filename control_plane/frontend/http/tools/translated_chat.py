@@ -51,6 +51,8 @@ class LoadedTools:
         self._by_name: dict[str, dict[str, Any]] = {}
         self._deferred: set[str] = set()
         self._loaded: set[str] = set()
+        self._written: set[str] = set()
+        """Deferred tools whose definition is in a message."""
 
     @property
     def available(self) -> list[dict[str, Any]]:
@@ -63,25 +65,39 @@ class LoadedTools:
         """Tools that messages define."""
         return frozenset(self._deferred)
 
-    def declare(self, tool: Mapping[str, Any], field: str, is_deferred: bool) -> None:
+    def declare(
+        self, tool: Mapping[str, Any], field: str, is_deferred: bool, is_again: bool = False
+    ) -> None:
         """Add a tool of the fields name, description, parameters and strict.
 
-        is_deferred: it waits until it is loaded. Raises ApiError if its name is taken.
+        is_deferred: it waits until it is loaded. is_again: it may take the place of a deferred one.
+        Raises ApiError if its name is taken.
         """
-        if (name := tool["name"]) in self._by_name:
+        name = tool["name"]
+        if name in self._by_name and not (is_again and name in self._deferred):
             raise ApiError(f"{field}.name is {name!r:.60}; another tool has this name", field)
-        names = ("name", "description", "parameters")
-        function = {key: tool[key] for key in names if tool.get(key) is not None}
+        # Some templates refuse a tool without a description.
+        function = {"name": name, "description": tool.get("description") or ""}
+        if tool.get("parameters") is not None:
+            function["parameters"] = tool["parameters"]
         if tool.get("strict") is True:
             function["strict"] = True
         self._by_name[name] = {"type": "function", "function": function}
         if is_deferred:
             self._deferred.add(name)
+            self._written.discard(name)
 
     def load(self, name: Any) -> str:
-        """Return the definition of a tool, for the place where it is loaded."""
+        """Return the definition of a tool where it is first loaded, later its name."""
         tool = self._by_name.get(name) if isinstance(name, str) else None
         if tool is None or name not in self._deferred:
             return str(name)
         self._loaded.add(name)
+        if name in self._written:
+            return str(name)
+        self._written.add(name)
         return json.dumps(tool, ensure_ascii=False)
+
+    def unload(self, name: str) -> None:
+        """Take a deferred tool away until it is loaded again."""
+        self._loaded.discard(name)

@@ -80,7 +80,7 @@ def written(cuts, answer=ANSWER, **fields):
               for chunk in [*chunks, *stream.last_chunks()]]  # fmt: skip
     for delta in deltas:
         whole.add(delta)
-    return events, strict_json(whole.body().model_dump_json(exclude_unset=True))
+    return events, strict_json(whole.json())
 
 
 def without_ids(blocks):
@@ -110,6 +110,57 @@ def test_thinking_can_be_omitted_and_calls_kept_to_one():
     shown = [SHOWN[0] | {"thinking": ""}, *SHOWN[1:3], SHOWN[4]]
     assert without_ids(joined_message(events)["content"]) == shown
     assert without_ids(whole["content"]) == shown
+
+
+@pytest.mark.parametrize(
+    "value", [r'"\ud83d"', "9" * 5000, "1e999", '{"b":' * 300 + "1" + "}" * 300]
+)
+def test_a_whole_body_has_the_arguments_of_the_stream_in_the_models_spelling(value):
+    request = MessagesRequest(**ASK)
+    answer = f'"input":{{}}<tool_call>{{"name": "f", "arguments": {{"a":{value}}}}}</tool_call>.'
+    context = CallContext(CALL_FORMS["hermes"])
+    writer = MessagesWriter(request, "msg_1", "tale", None, lambda: AnswerParser(context))
+    writer.add(Delta(0, 0, range(70), token_ids=[1], text=answer, finish_reason="stop"))
+    assert f'"name":"f","input":{{"a":{value}}}}},{{"type":"text","text":"."}}]' in writer.json()
+
+
+def test_the_definition_of_a_tool_is_written_once():
+    one = {"type": "tool_reference", "tool_name": "lamp"}
+    chat = chat_of({
+        "messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [one] * 3}]}],
+        "tools": [{"name": "lamp", "input_schema": {}, "defer_loading": True}],
+    })  # fmt: skip
+    definition, *names = chat.messages[0].content.split("\n")
+    assert '"name": "lamp"' in definition and names == ["lamp", "lamp"]
+
+
+def test_a_removed_tool_can_be_added_again_and_is_no_choice_before():
+    def message(kind, **tool):
+        return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+    user = {"role": "user", "content": "x"}
+    lamps = [{"name": "lamp", "description": text, "input_schema": {}} for text in ("Old", "New")]
+    added, again = [message("tool_addition", definition=one) for one in lamps]
+    removed = message("tool_removal", name="lamp")
+    referred = message("tool_addition", name="lamp")
+    choice = {"tool_choice": {"type": "tool", "name": "lamp"}}
+    with pytest.raises(ApiError, match=r"^tool_choice.name is 'lamp'; the tools are none"):
+        chat_of(choice | {"messages": [user, added, removed]})
+    for messages, last in (([again], "New"), ([referred], "Old"), ([again, again], "New")):
+        chat = chat_of(choice | {"messages": [user, added, removed, *messages]})
+        assert [one["function"]["description"] for one in chat.tools] == [last]
+        definitions = [one.content for one in chat.messages if '"name": "lamp"' in one.content]
+        assert len(definitions) == 1 + messages.count(again)
+    with pytest.raises(ApiError, match=r"^messages.1.content.0.tool.definition.name is 'lamp'"):
+        chat_of({"messages": [user, added], "tools": lamps[:1]})
+
+
+def test_half_a_character_in_an_earlier_call_reaches_no_tokenizer():
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"a": "x\ud83d"}}
+    body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [call]},
+                         {"role": "user", "content": "y"}]}  # fmt: skip
+    assert '{"a": "x?"}' in prompt_of(body, model_of("late_kept"))
 
 
 def prompt_of(body, model, hides=True):
@@ -213,6 +264,12 @@ def test_the_devices_id_is_the_tenant():
          "^messages.0 is the assistant's, without text"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
          "^messages.0.content.0 must have a tool_use_id"),
+        ({"messages": [{"role": "user", "content": []}]}, "^messages.0.content is empty; it must"),
+        ({"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": []}]},
+         "^messages.1.content is empty; it must have text"),
+        ({"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "b", "input": [1]}]}]},
+         r"^messages.0.content.0.input is \[1\]; it must be an object"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
          "^messages.0.content.0 must be like"),
     ],
@@ -226,6 +283,8 @@ def test_a_refusal_names_the_field_and_what_to_send(fields, sentence):
 def test_fields_that_ask_for_nothing_are_ignored():
     empty = dict.fromkeys(("thread", "container", "mcp_servers", "kv_transfer_params"))
     chat = chat_of(ASK | empty | {"context_management": {"edits": []}, "safeguards": {"a": 1}})
+    assert not MessagesRequest(**ASK, stream=None, tool_choice={
+        "type": "auto", "disable_parallel_tool_use": None}).stream  # fmt: skip
     assert [one.content for one in chat.messages] == ["x"]
 
 
