@@ -16,13 +16,17 @@ from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.messages.protocol import MessagesPrompt, MessagesRequest
 from control_plane.frontend.http.messages.translate import tenant_of, translated
 from control_plane.frontend.http.messages.writer import SIGNATURE, MessagesWriter
+from control_plane.frontend.http.responses_api import translate
+from control_plane.frontend.http.responses_api.client_tools import ClientTools
+from control_plane.frontend.http.responses_api.protocol import ResponsesRequest
+from control_plane.frontend.http.responses_api.translate import own_items
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.answer_parser import AnswerParser, CallContext
 from control_plane.frontend.http.tools.call_forms import CALL_FORMS
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
 from control_plane.frontend.http.tools.translated_chat import PICTURE
 from control_plane.frontend.text.tokenizer import load_tokenizer
-from harness.services.agent_talks import FOUND, claude_code
+from harness.services.agent_talks import FOUND, claude_code, codex
 from harness.services.cases import joined_message, strict_json
 from harness.services.frontend_fakes import TOKENIZER, running
 from harness.services.openai_service import connection, send
@@ -164,7 +168,14 @@ def test_half_a_character_in_an_earlier_call_reaches_no_tokenizer():
 
 
 def prompt_of(body, model, hides=True):
-    chat = translated(MessagesPrompt(**body), model)
+    """The text that the template makes of a request of either API."""
+    if "input" in body:
+        request = ResponsesRequest(**body)
+        tools = ClientTools(request.tools)
+        own = own_items(request, lambda name, field: pytest.fail(name))
+        chat = translate.translated(request, (), own, tools, model)
+    else:
+        chat = translated(MessagesPrompt(**body), model)
     return asyncio.run(chat_prompt(chat.chat, model, chat.hidden if hides else ()))
 
 
@@ -178,18 +189,30 @@ def shared(before, after):
 
 
 @pytest.mark.parametrize("template", LATE)
-def test_a_turn_shares_the_turn_before_also_when_a_tool_was_loaded(template):
+@pytest.mark.parametrize(
+    ("agent", "num_turns", "loads", "most"), [(claude_code, 3, 1, 60), (codex, 4, 2, 90)]
+)
+def test_a_turn_shares_the_turn_before_also_when_a_tool_was_loaded(
+    template, agent, num_turns, loads, most
+):
     model = model_of(template)
-    prompts = [prompt_of(claude_code(turn), model) for turn in (1, 2, 3)]
-    assert shared(*prompts[:2]) >= 95 and shared(*prompts[1:]) >= 95
-    # The header of another talk changes nothing.
-    assert prompt_of(claude_code(1, "d55"), model) == prompts[0]
-    for name in FOUND:
-        assert f'"name": "{name}"' not in prompts[0]
-        assert prompts[1].count(f'"name": "{name}"') == 1
+    prompts = [prompt_of(agent(turn + 1), model) for turn in range(num_turns)]
+    for before, after in itertools.pairwise(prompts):
+        assert shared(before, after) >= 95
     # Tools that are loaded at the top change the prompt from there on.
-    tops = [prompt_of(claude_code(turn), model, hides=False) for turn in (1, 2)]
-    assert shared(*tops) < 60
+    tops = [prompt_of(agent(turn), model, hides=False) for turn in (loads, loads + 1)]
+    assert shared(*tops) < most
+
+
+@pytest.mark.parametrize("template", LATE)
+def test_a_loaded_tool_is_written_once_and_no_billing_header(template):
+    model = model_of(template)
+    first, second = (prompt_of(claude_code(turn), model) for turn in (1, 2))
+    # The header of another talk changes nothing.
+    assert prompt_of(claude_code(1, "d55"), model) == first
+    for name in FOUND:
+        assert f'"name": "{name}"' not in first
+        assert second.count(f'"name": "{name}"') == 1
 
 
 def test_a_deferred_tool_is_called_once_it_is_loaded(service):
