@@ -276,6 +276,8 @@ def _field(location: Sequence[int | str], body: Any) -> str:
 
     Kinds such as "str" are no fields. Empty: the body itself.
     """
+    if location[0] == "query":
+        return str(location[1])
     names = []
     for number, part in enumerate(location[1:], 2):
         if isinstance(body, Mapping) and (part in body or number == len(location)):

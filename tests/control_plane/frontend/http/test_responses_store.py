@@ -176,6 +176,8 @@ def test_what_cannot_be_asked_of_a_response(service, client):
         client.responses.retrieve(answer.id, stream=True)
     with pytest.raises(openai.BadRequestError, match="after is"):
         client.responses.input_items.list(answer.id, after="in_9")
+    with pytest.raises(openai.BadRequestError, match="limit is '0': .* greater than or equal to 1"):
+        client.responses.input_items.list(answer.id, limit=0)
 
 
 def test_another_tenants_response_is_not_found():
