@@ -51,7 +51,7 @@ class KeptResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Its part of the store."""
+        """Bytes that it takes of the store."""
         return len(self.body) + len(self.input)
 
 

@@ -22,14 +22,23 @@ from control_plane.frontend.open_requests import RequestError
 from harness.services.agent_talks import codex
 from harness.services.cases import joined_response, strict_json
 from harness.services.frontend_fakes import TOKENIZER, Service, running
-from harness.services.responses_talks import MODEL, SAID, SEARCH, TOOLS, asked, posted, refused, say
+from harness.services.openai_service import (
+    SAID,
+    SEARCH,
+    TOOLS,
+    WITH_TOOLS,
+    asked,
+    posted,
+    refused,
+    say,
+)
 from harness.waits import WAIT_S
 from nanocp.values.plan import FinishReason
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with running(model=MODEL) as service:
+    with running(model=WITH_TOOLS) as service:
         yield service
 
 
