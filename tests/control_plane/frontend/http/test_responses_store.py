@@ -176,9 +176,7 @@ def test_what_cannot_be_asked_of_a_response(service, client):
         client.responses.retrieve(answer.id, stream=True)
     with pytest.raises(openai.BadRequestError, match="after is"):
         client.responses.input_items.list(answer.id, after="in_9")
-    with pytest.raises(
-        openai.BadRequestError, match=r"limit is '0': .* greater than"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"limit is '0': .* greater than"):
         client.responses.input_items.list(answer.id, limit=0)
 
 
