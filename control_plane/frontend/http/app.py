@@ -139,7 +139,7 @@ def build_app(
             allow_origins=cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER],
+            expose_headers=[REQUEST_ID_HEADER, "Request-Id", "Retry-After"],
         )
     app.add_middleware(NameResponses, parts.on_response)
     errors.install(app)

@@ -34,8 +34,6 @@ def translated(request: MessagesPrompt, model: ServedModel) -> TranslatedChat:
     _check_fields(request)
     tools = _Tools(request)
     messages = [*_system(request), *tools.messages(request.messages)]
-    if not messages:
-        raise ApiError("messages has no content; it must have a text", "messages")
     is_open = messages[-1]["role"] == "assistant"
     _check_end(request, messages)
     fields: dict[str, Any] = {

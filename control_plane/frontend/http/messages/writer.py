@@ -53,7 +53,7 @@ class MessagesWriter(BlockWriter):
         self._shows_thinking = not (request.thinking and request.thinking.display == "omitted")
 
     def error_chunk(self, error: ApiError | RequestError) -> BaseModel:
-        return messages_error_body(error, self._call_id)[1]
+        return messages_error_body(error, self._call_id.removeprefix("msg_"))[1]
 
     def began(self) -> list[BaseModel]:
         return [StreamEvent.of("message_start", message=self._message([], None))]
