@@ -47,6 +47,14 @@ INPUTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions",
         {"prompt": "Q", "max_tokens": 20, "structured_outputs": {"regex": "[xy](a{1000}){1000}"}},
     ),
+    "20,000 tools": (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "Q"}],
+            "max_tokens": 1,
+            "tools": [{"name": f"t{n}", "input_schema": {}} for n in range(20_000)],
+        },
+    ),
     "multiples of 999,983": (
         "/v1/completions",
         {"prompt": "Q", "structured_outputs": {"json": {"type": "integer", "multipleOf": 999_983}}},

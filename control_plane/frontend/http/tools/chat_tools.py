@@ -86,9 +86,9 @@ def read_tools(request: ChatRequest, form: str, has_format: bool) -> ToolUse:
     form: see ToolUse. has_format: the request constrains its output.
     """
     functions = [_function(tool, number) for number, tool in enumerate(request.tools or ())]
-    names = [function["name"] for function in functions]
-    for number, name in enumerate(names):
-        if (first := names.index(name)) < number:
+    names = dict[str, int]()
+    for number, name in enumerate(function["name"] for function in functions):
+        if (first := names.setdefault(name, number)) < number:
             raise _refusal(
                 f"tools.{number} and tools.{first} have one name, {name!r:.60}; each must have its "
                 "own",
