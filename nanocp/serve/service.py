@@ -325,6 +325,8 @@ class Service:
             service.tool_call_parser,
             service.reasoning_parser,
         )
+        self.call_form = model.call_form
+        """Form in which the model calls tools; empty: none that is known."""
         if service.has_front_end_processes:
             return FrontEndProcesses(
                 config,
