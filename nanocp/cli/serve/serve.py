@@ -349,8 +349,6 @@ def _describe(
         output.say(selection if len(members) > 1 else f"{members[0]}: {selection}")
     if served.tokenizer is None:
         output.say("no tokenizer.json: prompts are token ids")
-    unknown = "none that is known (--tool-call-parser names one)"
-    output.say(f"form of calls of tools: {service.call_form or unknown}")
     output.say(
         f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them"
     )
