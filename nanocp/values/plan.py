@@ -5,6 +5,7 @@ Paper sections refer to the NanoCP paper (arXiv 2605.21100).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -87,11 +88,9 @@ class Arrival:
     @property
     def names(self) -> tuple[str, ...]:
         """The request's number and the client's id, over HTTP also without our prefix."""
-        prefix, _, rest = self.client_id.partition("-")
-        names = (
-            (str(self.request_id), self.client_id) if self.client_id else (str(self.request_id),)
-        )
-        return (*names, rest) if prefix in ("cmpl", "chatcmpl") and rest else names
+        rest = re.sub(r"^(cmpl-|chatcmpl-|msg_|resp_\d+_)", "", self.client_id)
+        names = (str(self.request_id), self.client_id, rest)
+        return tuple(dict.fromkeys(filter(None, names)))
 
 
 @dataclass(frozen=True, slots=True)

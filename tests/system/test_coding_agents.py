@@ -25,6 +25,7 @@ from harness.services.tale_models import TEMPLATES
 from nanocp.values.plan import FinishReason
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+PAGE_OF_AGENTS = ROOT / "docs/use/coding-agents.md"
 LATE = ["late_kept", "late_refused", "late_lost", "late_hoisted"]
 """Templates by what they do with a system message behind a user's."""
 TASK = "Read note.txt and write its number to out.txt."
@@ -141,6 +142,36 @@ def claude_code(claude, url, folder):
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         ENABLE_TOOL_SEARCH="true",
     )
+
+
+def as_printed(kind, begin):
+    """The block of the page that has a line which begins so, for the service of these tests."""
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```", PAGE_OF_AGENTS.read_text(), re.M | re.S)
+    (block,) = (block for block in blocks if re.search(f"^{begin}", block, re.M))
+    # Their tokenizer makes more tokens than a real model's.
+    return re.sub(r"\bNAME\b", "tale", block).replace("TOKENS=65536", "TOKENS=200000")
+
+
+@pytest.mark.parametrize(("agent", "call_to_write"), [
+    ("claude", call("Write", file_path="work/out.txt", content="seven\n")),
+    ("codex", call("exec_command", cmd="echo seven > out.txt")),
+])  # fmt: skip
+def test_the_page_runs_as_printed(agent, call_to_write, tmp_path):
+    path = f"{program(agent).parent}:{os.environ['PATH']}"
+    answers = [
+        call_to_write.replace("work/out.txt", str(tmp_path / "work/out.txt")),
+        "It is seven.",
+    ]
+    with playing("late_kept", answers) as (url, _):
+        command, config = (
+            text.replace("http://127.0.0.1:8000", url)
+            for text in (as_printed("bash", f"{agent} "), as_printed("toml", "model = "))
+        )
+        begin = 'git init -q . && mkdir ~/.codex && echo "$CONFIG" > ~/.codex/config.toml\n'
+        said = ran(
+            ["bash", "-c", begin + command], tmp_path, PATH=path, CONFIG=config, HERE_KEY="x"
+        )
+    assert "It is seven." in said
 
 
 @pytest.mark.parametrize("template", LATE)

@@ -2,6 +2,8 @@
 
 import pickle
 
+import pytest
+
 from control_plane.observe.timelines import Timelines, sentences
 from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_clusters.kinds import hash_seeds
@@ -65,6 +67,17 @@ def test_each_part_has_its_time():
     assert story.find("other", 99_000).account.num_queued_before == 1
     one = story.find("1", 99_000)
     assert (one.account.num_windows, one.account.step_us) == (1, 7_000)
+
+
+@pytest.mark.parametrize("client_id", ["cmpl-a", "chatcmpl-a", "msg_a", "resp_0_a", "resp_12_a"])
+def test_a_request_is_found_by_its_number_its_id_and_without_the_prefix(client_id):
+    assert Arrival(7, 300, 100, client_id=client_id).names == ("7", client_id, "a")
+
+
+def test_a_name_of_a_clients_own_stays_whole():
+    for client_id in ("resp_a", "a-b", "amsg_b"):
+        assert Arrival(7, 300, 100, client_id=client_id).names == ("7", client_id)
+    assert Arrival(7, 300, 100).names == Arrival(7, 300, 100, client_id="7").names == ("7",)
 
 
 def test_a_timeline_says_why_a_request_is_where_it_is_or_waits():

@@ -17,13 +17,9 @@ from control_plane.frontend.access.api_keys import ApiKeys
 from control_plane.frontend.client_request import origin_of
 from control_plane.frontend.http.answers.deltas import Delta, deltas
 from control_plane.frontend.http.answers.responses import respond
-from control_plane.frontend.http.client_requests import (
-    call_id,
-    chat_request,
-    check_model,
-    prompt_length,
-)
+from control_plane.frontend.http.client_requests import chat_request, check_model, prompt_length
 from control_plane.frontend.http.errors import FAILED, ApiError
+from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.responses_api.client_tools import ClientTools
 from control_plane.frontend.http.responses_api.protocol import (
     InputTokenCount,
@@ -69,12 +65,14 @@ def add_responses(
         # More than the model's length would be refused in a chat.
         most = request.max_output_tokens and min(request.max_output_tokens, longest)
         chat = as_chat.chat.model_copy(update={"max_tokens": most})
-        name = call_id("resp_", http_request, chat)
         headers, path = http_request.headers, http_request.url.path
+        # A client's name may come twice, and would take the place of what is kept.
+        is_own = not headers.get(REQUEST_ID_HEADER)
+        name = store.new_id(http_request.state.request_id if is_own else "")
         user, salt = request.user or "", chat.cache_salt
         origin = origin_of(headers, keys, path, user, chat.priority, salt)
         asked, new_parser = await chat_request(chat, model, name, origin, as_chat.hidden)
-        answer = begun(request, store.new_id(), model.name, is_kept)
+        answer = begun(request, name, model.name, is_kept)
         keep = partial(store.keep, owner, items) if is_kept else None
         writer = ResponsesWriter(request, answer, tools, tokenizer, new_parser, keep)
         coming = deltas(open_requests, [asked])

@@ -69,9 +69,9 @@ class ResponseStore:
         self.num_bytes = 0
         """Bytes of JSON that are kept."""
 
-    def new_id(self) -> str:
-        """Return an id for a response."""
-        return f"resp_{self._front_end}_{uuid4().hex}"
+    def new_id(self, name: str = "") -> str:
+        """Return an id for a response. name: a unique one; empty: it is drawn."""
+        return f"resp_{self._front_end}_{name or uuid4().hex}"
 
     def keeps(self, request: ResponsesRequest) -> bool:
         """Return whether the response will be kept. Raises ApiError if it must be and cannot."""

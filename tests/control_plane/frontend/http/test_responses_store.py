@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -145,6 +146,20 @@ def test_a_cancelled_background_aborts_its_request(service, client):
     request = service.submitted().request_id
     client.responses.delete(deleted.id)
     assert service.next_abort() == request and gone(service, deleted.id)
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Request-Id": "mine"}])
+def test_a_response_has_the_name_of_its_request(service, client, headers):
+    for background in (True, False):
+        create = partial(client.responses.create, model="tale", input="x", background=background)
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(create, extra_headers=headers)
+            arrival = service.submitted().arrival
+            assert service.client.abort(arrival.client_id) == (arrival.client_id,)
+            answer = coming.result(WAIT_S)
+        assert answer.id == arrival.client_id
+        named = answer._request_id in arrival.names
+        assert named if not headers else answer._request_id == "mine" and not named
 
 
 def test_a_background_that_fails_says_why(service, client):

@@ -143,6 +143,8 @@ def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
     for method, path in (
         ("GET", "/v1/models/wordy"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/responses"),
         ("GET", "/made/up"),
         ("GET", "/x"),
         ("HEAD", "/ready"),
@@ -151,7 +153,8 @@ def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
     page = httpx.get(f"http://{service.http_address}/metrics").text
     counts = dict(re.findall(r"^nanocp:http_requests_total{(.*)} (.*)$", page, re.MULTILINE))
     assert float(counts['handler="/v1/models/{name:path}",method="GET",status="2xx"']) >= 1
-    assert float(counts['handler="/v1/completions",method="POST",status="4xx"']) >= 1
+    for path in ("/v1/completions", "/v1/messages", "/v1/responses"):
+        assert float(counts[f'handler="{path}",method="POST",status="4xx"']) >= 1
     assert float(counts['handler="none",method="GET",status="4xx"']) >= 2
     assert float(counts['handler="/ready",method="HEAD",status="2xx"']) >= 1
 
