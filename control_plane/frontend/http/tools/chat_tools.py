@@ -87,8 +87,9 @@ def read_tools(request: ChatRequest, form: str, has_format: bool) -> ToolUse:
     """
     functions = [_function(tool, number) for number, tool in enumerate(request.tools or ())]
     names = [function["name"] for function in functions]
+    firsts: dict[str, int] = {}
     for number, name in enumerate(names):
-        if (first := names.index(name)) < number:
+        if (first := firsts.setdefault(name, number)) < number:
             raise _refusal(
                 f"tools.{number} and tools.{first} have one name, {name!r:.60}; each must have its "
                 "own",
