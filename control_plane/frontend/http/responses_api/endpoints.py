@@ -86,6 +86,10 @@ def add_responses(
             return await respond(http_request, coming, writer, request.stream)
         answer.status = "queued"
         writer.keep(answer)
+        if answer.id not in store:
+            # It would be computed for nobody.
+            sentence = "background is true; the request is too large to be kept: leave it out"
+            raise ApiError(sentence, "background")
         store.run(answer.id, asyncio.create_task(_computed(coming, writer)))
         return _json(answer.model_dump_json())
 

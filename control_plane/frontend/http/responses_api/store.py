@@ -38,7 +38,7 @@ class KeptResponse:
     head: bytes
     """The response without its output, as JSON."""
     output: bytes
-    """Its items, as JSON."""
+    """Items of the output, as JSON."""
     input: bytes
     """Items without references, as JSON."""
     used_s: float
@@ -76,6 +76,9 @@ class ResponseStore:
         self._running: dict[str, asyncio.Task[None]] = {}
         self.num_bytes = 0
         """Bytes of JSON that are kept."""
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._by_id
 
     def new_id(self) -> str:
         """Return an id for a response."""

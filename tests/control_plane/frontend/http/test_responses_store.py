@@ -245,6 +245,15 @@ def test_a_service_may_keep_nothing():
         assert refused(service, background=True)["param"] == "background"
 
 
+def test_a_background_that_could_not_be_kept_is_refused():
+    config = make_config()
+    config = replace(config, service=replace(config.service, responses_store_mib=1))
+    with running(config, model=WITH_TOOLS) as service:
+        error = refused(service, background=True, metadata={"a": "y" * 2**20})
+        assert error["param"] == "background" and "too large" in error["message"]
+        assert service.controller.submissions.empty()
+
+
 def kept_answer(name: str, text: str, before: str | None = None) -> ResponsesAnswer:
     answer = begun(ResponsesRequest(previous_response_id=before), name, "tale", True)
     answer.status = "completed"
