@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,11 +15,9 @@ import pytest
 from control_plane.frontend.http.answers.deltas import Delta
 from control_plane.frontend.http.responses_api.client_tools import ClientTools
 from control_plane.frontend.http.responses_api.protocol import ResponsesRequest
-from control_plane.frontend.http.responses_api.translate import translated
 from control_plane.frontend.http.responses_api.writer import ResponsesWriter, begun
 from control_plane.frontend.http.tools.answer_parser import AnswerParser, CallContext
 from control_plane.frontend.http.tools.call_forms import CALL_FORMS
-from control_plane.frontend.http.tools.chat_tools import read_tools
 from control_plane.frontend.open_requests import RequestError
 from harness.services.agent_talks import codex
 from harness.services.cases import joined_response, strict_json
@@ -187,27 +184,6 @@ def test_length_ends_incomplete(service, client):
         got = answer.result(WAIT_S)
     assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert got.output[-1].status == "incomplete"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("name", "arguments", "field", "value"),
-    [
-        ("patch", '{"input": "a\\ud800b"}', "input", "a?b"),
-        ("tool_search", '{"query": "\\ud800"}', "arguments", {}),
-        ("tool_search", '{"query": %s}' % ("[" * 300 + "]" * 300), "arguments", {}),
-        ("tool_search", '{"query": %s}' % ("1" * 5000), "arguments", {}),
-    ],
-)
-def test_values_that_no_answer_can_have_are_left_out(
-    service, name, arguments, field, value, stream
-):
-    text = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-    body = {"input": "x", "tools": TOOLS, "stream": stream}
-    answer, _ = asked(service, lambda: service.post("responses", body), text)
-    last = answer.text.rsplit("data: ", 1)[-1]
-    response = strict_json(last)["response"] if stream else strict_json(last)
-    assert (response["status"], response["output"][0][field]) == ("completed", value)
 
 
 def test_a_summary_is_asked_for(service):
@@ -423,35 +399,6 @@ def test_refusals_name_the_field_and_what_to_send(service, fields, param, instea
     error = refused(service, **fields)
     assert error["param"] == param
     assert error["message"].startswith((param, "the model")) and instead in error["message"]
-
-
-@pytest.mark.parametrize("place", ["tools", "input"])
-def test_what_no_answer_could_repeat_is_refused_at_once(service, place):
-    nested: Any = {}
-    for _ in range(300):
-        nested = {"properties": nested}
-    item = {"role": "user", "content": "x", "more": nested}
-    tool = {"type": "function", "name": "f", "parameters": nested}
-    assert "nested" in refused(service, **{place: [item if place == "input" else tool]})["message"]
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"role": "assistant", "content": "y" * 500},
-        {"type": "reasoning", "content": "y" * 500},
-    ],
-)
-def test_thousands_of_items_hold_no_others_up(item):
-    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
-    functions = [{"type": "function", "name": f"f{number}"} for number in range(3000)]
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": functions}
-    request = ResponsesRequest(input=[call] + [item] * 8000, tools=functions, tool_choice=choice)
-    own = [("input", one) for one in request.input]
-    began_s = time.thread_time()
-    chat = translated(request, [], own, ClientTools(functions), WITH_TOOLS).chat
-    read_tools(chat, "hermes", False)
-    assert time.thread_time() - began_s < 0.9
 
 
 def test_a_reference_to_reasoning_that_is_not_kept_is_left_out(service):
