@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.responses_api.protocol import is_writable
 from control_plane.frontend.http.tools.call_readers import ToolCall
 from control_plane.frontend.http.tools.translated_chat import LoadedTools
 
@@ -40,7 +42,17 @@ class ClientTool:
             given = json.loads(call.arguments)["input"] if self.kind == "custom" else None
         except (ValueError, KeyError, TypeError):
             given = None
-        return given if isinstance(given, str) else call.arguments
+        # A half of a surrogate pair is no text.
+        text = given if isinstance(given, str) else call.arguments
+        return text.encode(errors="replace").decode()
+
+    def values(self, call: ToolCall) -> Any:
+        """Return the arguments of a search; those that cannot be written are left out."""
+        try:
+            given = json.loads(call.arguments)
+        except (ValueError, RecursionError):
+            return {}
+        return given if is_writable(given) else {}
 
     @property
     def names(self) -> dict[str, str]:
@@ -88,17 +100,33 @@ class ClientTools:
         """Return the tool_choice of a chat. Raises ApiError for a tool that is not there."""
         match choice:
             case {"type": "allowed_tools", "tools": list(tools)}:
+                known = self._known()
                 self._allowed = {
-                    self._chosen(one, f"tool_choice.tools.{number}")
+                    self._chosen(one, f"tool_choice.tools.{number}", known)
                     for number, one in enumerate(tools)
                 }
                 return choice.get("mode", "auto")
             case {"type": str()}:
-                name = self._chosen(choice, "tool_choice")
+                name = self._chosen(choice, "tool_choice", self._known())
                 return {"type": "function", "function": {"name": name}}
-        return choice
+        if choice in (None, "none", "auto", "required"):
+            return choice
+        raise ApiError(
+            f"tool_choice is {choice!r:.60}; it must be none, auto, required or "
+            '{"type": "function", "name": ...}',
+            "tool_choice",
+        )
 
-    def _chosen(self, choice: Any, field: str) -> str:
+    def _known(self) -> dict[str, str]:
+        """Return the available functions by name, and by a tool's own name that no other has."""
+        functions = [tool["function"]["name"] for tool in self.loaded.available]
+        own = [self.of(name).name for name in functions]
+        counts = Counter(own)
+        alone = {name: one for name, one in zip(own, functions, strict=True) if counts[name] == 1}
+        return alone | {name: name for name in functions}
+
+    @staticmethod
+    def _chosen(choice: Any, field: str, known: Mapping[str, str]) -> str:
         match choice:
             case {"type": "tool_search"}:
                 name = SEARCH
@@ -111,14 +139,11 @@ class ClientTools:
                     "name a function or a custom tool, or be auto",
                     f"{field}.type",
                 )
-        # The namespace may be left out where the name alone is enough.
-        found = [key for key, one in self._by_function.items() if name in (key, one.name)]
-        known = [tool["function"]["name"] for tool in self.loaded.available]
-        if not found or found[0] not in known:
-            named = ", ".join(known) or "none"
+        if name not in known:
+            named = ", ".join(dict.fromkeys(known.values())) or "none"
             sentence = f"{field}.name is {name!r:.60}; the tools are {named}"
             raise ApiError(sentence, f"{field}.name")
-        return name if name in found else found[0]
+        return known[name]
 
     def _declare(
         self, tool: Any, field: str, is_late: bool = False, namespace: str = ""

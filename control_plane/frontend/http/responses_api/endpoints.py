@@ -26,6 +26,7 @@ from control_plane.frontend.http.responses_api.protocol import (
     Item,
     ResponsesAnswer,
     ResponsesRequest,
+    is_writable,
 )
 from control_plane.frontend.http.responses_api.store import ResponseStore
 from control_plane.frontend.http.responses_api.translate import own_items, translated
@@ -53,14 +54,15 @@ def add_responses(
     ) -> tuple[TranslatedChat, list[Item]]:
         """Return the chat, and the request's own items. Raises ApiError."""
         check_model(request.model, model)
-        own = own_items(request, partial(store.item, owner))
+        own = own_items(request, partial(store.item, owner, {}))
         before = store.history(owner, request.previous_response_id)
         return translated(request, before, own, tools, model), [item for _, item in own]
 
     @app.post("/v1/responses", response_model=ResponsesAnswer, **post)
     async def responses(request: ResponsesRequest, http_request: Request) -> Response:
-        tools, is_kept = ClientTools(request.tools), store.keeps(request)
-        owner = owner_of(http_request)
+        if not is_writable(request):
+            raise RecursionError
+        tools, owner = ClientTools(request.tools), owner_of(http_request)
         as_chat, items = read(request, owner, tools)
         # More than the model's length would be refused in a chat.
         most = request.max_output_tokens and min(request.max_output_tokens, longest)
@@ -72,6 +74,8 @@ def add_responses(
         user, salt = request.user or "", chat.cache_salt
         origin = origin_of(headers, keys, path, user, chat.priority, salt)
         asked, new_parser = await chat_request(chat, model, name, origin, as_chat.hidden)
+        # Behind all waiting, so that many requests at once cannot pass its limit.
+        is_kept = store.keeps(request)
         answer = begun(request, name, model.name, is_kept)
         keep = partial(store.keep, owner, items) if is_kept else None
         writer = ResponsesWriter(request, answer, tools, tokenizer, new_parser, keep)
@@ -80,6 +84,10 @@ def add_responses(
             return await respond(http_request, coming, writer, request.stream)
         answer.status = "queued"
         writer.keep(answer)
+        if answer.id not in store:
+            # It would be computed for nobody.
+            sentence = "background is true; the request is too large to be kept: leave it out"
+            raise ApiError(sentence, "background")
         store.run(answer.id, asyncio.create_task(_computed(coming, writer)))
         return _json(answer.model_dump_json())
 
@@ -110,7 +118,7 @@ def _add_kept(
     async def kept(response_id: str, http_request: Request, stream: bool = False) -> Response:
         if stream:
             raise ApiError("stream is true; it must be false: ask until it is completed", "stream")
-        return _json(store.find(owner_of(http_request), response_id).body)
+        return _json(store.find(owner_of(http_request), response_id).answer.model_dump_json())
 
     @app.get(place + "/input_items", responses=errors)
     async def input_items(
@@ -140,7 +148,7 @@ def _add_kept(
 
     @app.post(place + "/cancel", response_model=ResponsesAnswer, responses=errors)
     async def cancel(response_id: str, http_request: Request) -> Response:
-        return _json(store.cancel(owner_of(http_request), response_id).body)
+        return _json(store.cancel(owner_of(http_request), response_id).answer.model_dump_json())
 
 
 async def _computed(coming: AsyncGenerator[Delta, None], writer: ResponsesWriter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 
 from control_plane.frontend.http.protocol import MAX_MESSAGES
 from nanocp.values.sampling_fields import CONTROLS
@@ -34,6 +35,16 @@ CHAT_FIELDS = (
 """Fields that mean the same in chats; most are this service's own."""
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 """Values of include that change the answer."""
+
+
+def is_writable(value: Any) -> bool:
+    """Return whether an answer can have the value: it is Unicode, and not nested too deeply."""
+    try:
+        # Answers have it some levels below their top.
+        to_json([[[[[[value]]]]]])
+    except ValueError:
+        return False
+    return True
 
 
 class TextFormat(BaseModel):

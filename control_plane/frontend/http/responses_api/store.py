@@ -17,6 +17,7 @@ from control_plane.frontend.http.responses_api.protocol import (
     Item,
     ResponsesAnswer,
     ResponsesRequest,
+    Status,
 )
 
 TTL_S = 3600.0
@@ -31,8 +32,13 @@ class KeptResponse:
 
     owner: str
     """The tenant."""
-    body: bytes
-    """The response, as JSON."""
+    status: Status
+    before: str | None
+    """The previous response."""
+    head: bytes
+    """The response without its output, as JSON."""
+    output: bytes
+    """Items of the output, as JSON."""
     input: bytes
     """Items without references, as JSON."""
     used_s: float
@@ -41,7 +47,9 @@ class KeptResponse:
     @property
     def answer(self) -> ResponsesAnswer:
         """The response."""
-        return ResponsesAnswer.model_validate_json(self.body)
+        answer = ResponsesAnswer.model_validate_json(self.head)
+        answer.output = json.loads(self.output)
+        return answer
 
     @property
     def items(self) -> list[Item]:
@@ -52,7 +60,7 @@ class KeptResponse:
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes of the store."""
-        return len(self.body) + len(self.input)
+        return len(self.head) + len(self.output) + len(self.input)
 
 
 class ResponseStore:
@@ -68,6 +76,9 @@ class ResponseStore:
         self._running: dict[str, asyncio.Task[None]] = {}
         self.num_bytes = 0
         """Bytes of JSON that are kept."""
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._by_id
 
     def new_id(self, name: str = "") -> str:
         """Return an id for a response. name: a unique one; empty: it is drawn."""
@@ -94,8 +105,10 @@ class ResponseStore:
     def keep(self, owner: str, items: Sequence[Item], answer: ResponsesAnswer) -> None:
         """Keep a response, in place of an earlier one of its id, if it is not too large."""
         self._forget(answer.id)
-        body, given = answer.model_dump_json().encode(), json.dumps(items).encode()
-        kept = KeptResponse(owner, body, given, self._now())
+        head = answer.model_copy(update={"output": []}).model_dump_json().encode()
+        output, given = json.dumps(answer.output).encode(), json.dumps(items).encode()
+        before = answer.previous_response_id
+        kept = KeptResponse(owner, answer.status, before, head, output, given, self._now())
         if kept.num_bytes <= self._max_bytes:
             self._by_id[answer.id] = kept
             self.num_bytes += kept.num_bytes
@@ -114,21 +127,26 @@ class ResponseStore:
         parts, field = list[list[Item]](), "previous_response_id"
         while response_id:
             kept = self.find(owner, response_id, field)
-            answer = kept.answer
-            if answer.status not in ("completed", "incomplete"):
-                sentence = f"{field} is {response_id!r:.60}, which is {answer.status}; it must be"
+            if kept.status not in ("completed", "incomplete"):
+                sentence = f"{field} is {response_id!r:.60}, which is {kept.status}; it must be"
                 raise ApiError(f"{sentence} completed", field)
-            parts.append([*kept.items, *answer.output])
-            response_id = answer.previous_response_id
+            # Not of the whole answers, each of which may have thousands of tools.
+            parts.append([*kept.items, *json.loads(kept.output)])
+            response_id = kept.before
         return [item for part in reversed(parts) for item in part]
 
-    def item(self, owner: str, item_id: str, field: str) -> Item:
-        """Return an item of a response that is kept. Raises ApiError for another one."""
+    def item(self, owner: str, read: dict[str, dict[str, Item]], item_id: str, field: str) -> Item:
+        """Return an item of a response that is kept. Raises ApiError for another one.
+
+        read: items by responses and ids, which one request has read.
+        """
         found = re.fullmatch(r"[a-z]+_(.+)_\d+", item_id)
-        kept = self._used(owner, f"resp_{found[1]}") if found else None
-        for item in kept.answer.output if kept else ():
-            if item["id"] == item_id:
-                return item
+        name = f"resp_{found[1]}" if found else ""
+        if name not in read:
+            kept = self._used(owner, name)
+            read[name] = {one["id"]: one for one in json.loads(kept.output)} if kept else {}
+        if item := read[name].get(item_id):
+            return item
         sentence = f"{field} is {item_id!r:.60}, which is not kept {self._where(item_id)}"
         raise ApiError(sentence, field, HTTPStatus.NOT_FOUND)
 

@@ -53,7 +53,7 @@ def translated(
         raise ApiError("input is empty; it must be a text, or at least one item", "input")
     given = {name: getattr(request, name, None) for name in CHAT_FIELDS}
     fields = {name: value for name, value in given.items() if value is not None} | {
-        "messages": conversation.messages,
+        "messages": conversation.joined(),
         "tool_choice": tools.choice(request.tool_choice),
         "tools": tools.available or None,
     }
@@ -80,11 +80,15 @@ def own_items(
     given = request.input or []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    items = []
+    items, found = [], set[str]()
     for number, item in enumerate(given):
         name, field = item.get("id"), f"input.{number}"
         is_reference = item.get("type") == "item_reference" or {*item} <= {"id", "type"}
         if is_reference and isinstance(name, str):
+            if name in found:
+                sentence = f"{field}.id is {name!r:.60}, as in an item before; refer to it once"
+                raise ApiError(sentence, f"{field}.id")
+            found.add(name)
             try:
                 item = find(name, f"{field}.id")
             except ApiError:
@@ -131,6 +135,7 @@ class _Conversation:
         self._names: dict[str, str] = {}
         """Names of the functions that were called, by the call's id."""
         self.messages: list[dict[str, Any]] = []
+        """The assistant's have lists of texts."""
 
     def add(self, item: Item, field: str) -> None:
         """Add an item. Raises ApiError for one of another kind."""
@@ -144,8 +149,7 @@ class _Conversation:
                 text = "\n".join(_texts(parts, f"{field}.content")) if parts else ""
                 if text := text or _unsealed(item.get("encrypted_content")):
                     turn = self._turn("content", "tool_calls")
-                    before = f"{turn['reasoning']}\n" if "reasoning" in turn else ""
-                    turn["reasoning"] = before + text
+                    turn.setdefault("reasoning", []).append(text)
             case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
                 self._call(item, name, arguments)
             case {"type": "custom_tool_call", "name": str(name), "input": str(text)}:
@@ -173,7 +177,16 @@ class _Conversation:
         last = self.messages[-1] if self.messages else {}
         # Text behind calls is of the same answer.
         turn = self._turn(*(() if last.get("tool_calls") else ("content",)))
-        turn["content"] = (turn["content"] or "") + "".join(texts)
+        turn["content"] = turn["content"] or []
+        turn["content"] += filter(None, texts)
+
+    def joined(self) -> list[dict[str, Any]]:
+        """Return the messages, whose texts are joined once: there may be thousands."""
+        for message in self.messages:
+            for name, between in (("content", ""), ("reasoning", "\n")):
+                if isinstance(texts := message.get(name), list):
+                    message[name] = between.join(texts)
+        return self.messages
 
     def _call(self, item: Item, name: str, arguments: str) -> None:
         call = str(item.get("call_id") or "")

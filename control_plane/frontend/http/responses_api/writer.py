@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -187,7 +186,8 @@ class ResponsesWriter(BlockWriter):
             item["call_id"] = self._call_id(block)
             tool = self._tools.of(block.call.name)
             if tool.kind == "tool_search":
-                return item | {"execution": "client", "arguments": json.loads(text or "{}")}
+                values = {} if is_begun else tool.values(block.call)
+                return item | {"execution": "client", "arguments": values}
             return item | {**tool.names, form.whole: text}
         if form is _MESSAGE:
             return item | {"role": "assistant", "content": parts}

@@ -256,6 +256,17 @@ def test_what_came_back_is_sent_again(service, client):
     assert last.output[0].name == "new"
 
 
+def test_an_answer_in_pieces_is_one_message(service):
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "content": "A."}, {"type": "reasoning", "content": "B."},
+        {"type": "function_call", "call_id": "a", "name": "run", "arguments": "{}"},
+        {"role": "assistant", "content": "C."}, {"role": "assistant", "content": "D."},
+    ]  # fmt: skip
+    _, prompt = posted(service, {"input": items, "tools": TOOLS})
+    assert "A.\nB." in prompt and "C.D." in prompt
+
+
 @pytest.mark.parametrize("without", ["content", "encrypted_content"])
 def test_reasoning_comes_back_by_either_field(service, without):
     answer, _ = posted(
@@ -370,6 +381,10 @@ def test_tokens_of_the_input_are_counted(service, client):
          "tool_choice.type", "function"),
         ({"tool_choice": {"type": "function", "name": "f"}, "tools": TOOLS},
          "tool_choice.name", "run, patch"),
+        ({"tool_choice": "run"}, "tool_choice", '{"type": "function", "name": ...}'),
+        ({"tool_choice": {"type": "function", "name": "f"}, "tools": [
+            {"type": "namespace", "name": name, "tools": [{"type": "function", "name": "f"}]}
+            for name in "ab"]}, "tool_choice.name", "a__f, b__f"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
           "tools": TOOLS}, "tool_choice.tools.0.type", "function"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "required"),

@@ -183,6 +183,41 @@ def test_few_run_in_the_background(service, client):
         service.next_abort()
 
 
+def test_many_that_come_at_once_are_no_more_in_the_background(service, client):
+    body = {"input": "x", "background": True}
+    with ThreadPoolExecutor(80) as pool:
+        answers = [*pool.map(lambda _: service.post("responses", body), range(80))]
+    begun = [one.json()["id"] for one in answers if one.status_code == 200]
+    assert len(begun) == MAX_BACKGROUND
+    for name in begun:
+        service.submitted()
+        client.responses.delete(name)
+        service.next_abort()
+
+
+def test_an_item_is_referred_to_once(service, client):
+    answer, _ = asked(service, lambda: client.responses.create(model="tale", input="x"))
+    reference = {"type": "item_reference", "id": answer.output[0].id}
+    error = refused(service, input=[reference, reference])
+    assert error["param"] == "input.1.id" and "refer to it once" in error["message"]
+
+
+def test_a_chain_and_references_read_what_they_need(monkeypatch):
+    store = ResponseStore(1 << 20)
+    names = [store.new_id() for _ in range(3)]
+    for before, name in zip([None, *names], names, strict=False):
+        answer = kept_answer(name, "x", before)
+        answer.output.append({"type": "message", "id": f"{name.replace('resp', 'msg')}_1"})
+        store.keep("a", [{"content": name}], answer)
+    monkeypatch.setattr(ResponsesAnswer, "model_validate_json", None)
+    assert len(store.history("a", names[-1])) == 9
+    read: dict[str, Any] = {}
+    first, second = (f"{names[0].replace('resp', 'msg')}_{number}" for number in range(2))
+    assert store.item("a", read, first, "input.0.id")["id"] == first
+    store.delete("a", names[0])
+    assert store.item("a", read, second, "input.1.id")["id"] == second
+
+
 def test_what_cannot_be_asked_of_a_response(service, client):
     answer, _ = asked(service, lambda: client.responses.create(model="tale", input="x"))
     with pytest.raises(openai.BadRequestError, match="has no background"):
@@ -225,6 +260,15 @@ def test_a_service_may_keep_nothing():
         assert refused(service, background=True)["param"] == "background"
 
 
+def test_a_background_that_could_not_be_kept_is_refused():
+    config = make_config()
+    config = replace(config, service=replace(config.service, responses_store_mib=1))
+    with running(config, model=WITH_TOOLS) as service:
+        error = refused(service, background=True, metadata={"a": "y" * 2**20})
+        assert error["param"] == "background" and "too large" in error["message"]
+        assert service.controller.submissions.empty()
+
+
 def kept_answer(name: str, text: str, before: str | None = None) -> ResponsesAnswer:
     answer = begun(ResponsesRequest(previous_response_id=before), name, "tale", True)
     answer.status = "completed"
@@ -241,7 +285,7 @@ def used(store: ResponseStore, way: str, owner: str, name: str) -> None:
         case "chain":
             assert store.history(owner, name)[-1]["id"] == item
         case "item":
-            assert store.item(owner, item, "input.0.id")["id"] == item
+            assert store.item(owner, {}, item, "input.0.id")["id"] == item
         case "delete":
             store.delete(owner, name)
             with pytest.raises(ApiError):
