@@ -19,6 +19,7 @@ from starlette.types import Scope
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.open_requests import RequestError
 from control_plane.frontend.validation import CONTEXT_LENGTH
+from control_plane.observe.request_log import log_refused
 from nanocp.values.plan import FinishReason
 
 RETRY_AFTER_S = 1
@@ -217,11 +218,14 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: ApiError | RequestError) -> JSONResponse:
+        if isinstance(error, ApiError):
+            _log(request, error.status, str(error))
         return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
         param, sentence = _first_mistake(error)
+        _log(request, HTTPStatus.BAD_REQUEST, sentence)
         body = _body(HTTPStatus.BAD_REQUEST, sentence, param)
         return _response(request.scope, HTTPStatus.BAD_REQUEST, body)
 
@@ -245,6 +249,14 @@ def install(app: FastAPI) -> None:
         # A schema goes on as JSON, and writing takes more of the stack than reading.
         status = HTTPStatus.BAD_REQUEST
         return _response(request.scope, status, _body(status, _UNREADABLE))
+
+
+def _log(request: Request, status: HTTPStatus, sentence: str) -> None:
+    """Log a refusal before anything was submitted; later ones are logged where they happen."""
+    if request.method == "POST":
+        is_ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        reason = FinishReason.REFUSED if is_ours else FinishReason.INVALID
+        log_refused(request.state.request_id, request.url.path, reason, sentence)
 
 
 def _body(status: HTTPStatus, message: str, param: str | None = None) -> ErrorResponse:

@@ -115,18 +115,25 @@ class ResponseStore:
         while self.num_bytes > self._max_bytes:
             self._end(next(iter(self._by_id)))
 
-    def find(self, owner: str, response_id: str, field: str = "response_id") -> KeptResponse:
+    def find(self, owner: str, response_id: str) -> KeptResponse:
         """Return a response. Raises ApiError for one that is not kept, or another tenant's."""
         if kept := self._used(owner, response_id):
             return kept
-        sentence = f"{field} is {response_id!r:.60}, which is not kept {self._where(response_id)}"
-        raise ApiError(sentence, field, HTTPStatus.NOT_FOUND, "previous_response_not_found")
+        field = "response_id"
+        raise self._absent(f"{field} is {response_id!r:.60}, which", response_id, field)
 
     def history(self, owner: str, response_id: str | None) -> list[Item]:
         """Return all items up to the end of a response. Raises ApiError."""
-        parts, field = list[list[Item]](), "previous_response_id"
+        parts, field, last = list[list[Item]](), "previous_response_id", response_id
         while response_id:
-            kept = self.find(owner, response_id, field)
+            kept = self._used(owner, response_id)
+            if kept is None:
+                named = (
+                    "which"
+                    if response_id == last
+                    else f"whose earlier response {response_id!r:.60}"
+                )
+                raise self._absent(f"{field} is {last!r:.60}, {named}", response_id, field)
             if kept.status not in ("completed", "incomplete"):
                 sentence = f"{field} is {response_id!r:.60}, which is {kept.status}; it must be"
                 raise ApiError(f"{sentence} completed", field)
@@ -186,6 +193,10 @@ class ResponseStore:
         kept.used_s = now_s
         self._by_id.move_to_end(response_id)
         return kept
+
+    def _absent(self, sentence: str, name: str, field: str) -> ApiError:
+        sentence = f"{sentence} is not kept {self._where(name)}"
+        return ApiError(sentence, field, HTTPStatus.NOT_FOUND, "previous_response_not_found")
 
     def _where(self, name: str) -> str:
         found = re.match(r"[a-z]+_(\d{1,2})_", name)

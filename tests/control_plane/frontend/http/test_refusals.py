@@ -159,3 +159,22 @@ def test_the_page_of_the_api_names_every_field_and_endpoint(service):
         path.partition("/{")[0] for path in httpx.get(f"{service.url}/openapi.json").json()["paths"]
     }
     assert fields | paths <= named, (fields | paths) - named
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("messages", {"max_tokens": 0, "messages": []}, "messages is []"),
+        ("messages", {"max_tokens": 1, "messages": [{"role": "user", "content": []}]}, "is empty"),
+        ("responses", {"input": "x", "prompt": {"id": "a"}}, "prompt is not supported"),
+        ("chat/completions", {"model": "none", "messages": []}, "messages is []"),
+        ("completions", {"prompt": [5], "temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_a_refusal_is_one_line_of_the_log(service, caplog, path, body, sentence):
+    caplog.set_level("INFO", "nanocp.requests")
+    answer = service.post(path, body, headers={"X-Request-Id": "mine"})
+    assert answer.status_code == 400
+    (line,) = [record.fields for record in caplog.records if record.name == "nanocp.requests"]
+    assert line["id"].endswith("mine") and line["endpoint"] == f"/v1/{path}"
+    assert line["reason"] == "invalid" and sentence in line["error"]

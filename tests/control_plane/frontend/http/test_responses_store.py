@@ -66,6 +66,17 @@ def test_a_chain_has_the_prompt_that_all_items_have(service, client):
     assert referred == whole
 
 
+def test_a_gap_in_a_chain_is_named(service, client):
+    fields: Any = {"model": "tale", "input": "x"}
+    first, _ = asked(service, lambda: client.responses.create(**fields))
+    fields["previous_response_id"] = first.id
+    second, _ = asked(service, lambda: client.responses.create(**fields))
+    client.responses.delete(first.id)
+    sentence = f"previous_response_id is '{second.id}', whose earlier response '{first.id}' is not"
+    with pytest.raises(openai.NotFoundError, match=sentence):
+        client.responses.create(**fields | {"previous_response_id": second.id})
+
+
 def test_a_kept_response_is_read_listed_and_deleted(service, client):
     given: Any = [{"role": "user", "content": text} for text in ("a", "b", "c")]
     answer, _ = asked(service, lambda: client.responses.create(model="tale", input=given))
