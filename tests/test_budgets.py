@@ -14,7 +14,7 @@ from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.file import known_keys
 
-MAX_LINES = {"nanocp": 25_600, "control_plane": 27_900, "data_plane": 32_300}
+MAX_LINES = {"nanocp": 25_600, "control_plane": 27_930, "data_plane": 32_300}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 177
 """Options of all commands together."""

@@ -325,8 +325,6 @@ class Service:
             service.tool_call_parser,
             service.reasoning_parser,
         )
-        unknown = "none that is known (--tool-call-parser names one)"
-        logger.info("form of calls of tools: %s", model.call_form or unknown)
         if service.has_front_end_processes:
             return FrontEndProcesses(
                 config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,8 @@ from control_plane.frontend.open_requests import OpenRequests
 from control_plane.observe.status_server import SnapshotJson
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.service import ServiceConfig
+
+logger = logging.getLogger(__name__)
 
 _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
 _KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
@@ -128,6 +131,9 @@ class HttpServer:
 
     def opened(self) -> None:
         """Record that the cluster is ready for the first time."""
+        if not self._has_served:
+            unknown = "none that is known (--tool-call-parser names one)"
+            logger.info("form of calls of tools: %s", self._model.call_form or unknown)
         self._has_served = True
 
     async def stop(self) -> None:

@@ -331,7 +331,9 @@ def test_pings_stand_before_the_first_token_and_a_late_refusal_is_an_event(servi
     assert error["error"] == {"type": "overloaded_error", "message": "the queue is full"}
 
 
-def test_a_loss_in_the_middle_ends_a_stream_by_its_error_alone(service):
+def test_a_loss_in_the_middle_ends_a_stream_by_its_error_alone(service, monkeypatch):
+    # The headers come before the first token.
+    monkeypatch.setattr(responses, "_PATIENCE_S", 0.01)
     with httpx.stream("POST", f"{service.url}/v1/messages", json=ASK | {"stream": True},
                       timeout=WAIT_S) as answer:  # fmt: skip
         submission = service.submitted()
@@ -365,3 +367,9 @@ def test_a_client_that_goes_away_holds_nothing(service):
             submission = service.submitted()
         assert service.controller.next_abort() == submission.request_id
         until(lambda: service.front_end.num_open == 0)
+
+
+def test_the_start_says_the_form_of_calls(caplog):
+    caplog.set_level("INFO")
+    with running(model=model_of("late_kept")):
+        until(lambda: "form of calls of tools: hermes" in caplog.text)
