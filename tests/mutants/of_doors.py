@@ -50,7 +50,7 @@ OF_DOORS = [
     Mutant("store-counts-no-input", path=f"{_RESPONSES_ROOM}/store.py",
            tests=(_STORE, "-k", "least_recently or below_its_bound"),
            why="bytes that are given back are not those that were taken",
-           text="self.num_bytes -= kept.num_bytes", fault="self.num_bytes -= len(kept.body)"),
+           text="self.num_bytes -= kept.num_bytes", fault="self.num_bytes -= len(kept.head)"),
     Mutant("thread-ignored", path=f"{_MESSAGES_ROOM}/translate.py",
            tests=("tests/cases", "-k", "thread_is_refused"),
            why="a client that sends the new message only gets an answer that knows nothing else",
