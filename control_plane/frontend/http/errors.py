@@ -198,10 +198,8 @@ def _messages_form(
     return number, MessagesErrorResponse(type="error", error=info, request_id=request_id)
 
 
-def speaks_messages(scope: Scope | None) -> bool:
-    """Return whether the client expects Anthropic's form. scope: None before any request."""
-    if scope is None:
-        return False
+def speaks_messages(scope: Scope) -> bool:
+    """Return whether the client expects Anthropic's form."""
     path = scope["path"]
     is_models = path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope)
     return path.startswith("/v1/messages") or is_models

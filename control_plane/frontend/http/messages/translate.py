@@ -19,6 +19,7 @@ from control_plane.frontend.http.tools.translated_chat import (
     LoadedTools,
     TranslatedChat,
     chat_of,
+    check_refused,
     picture_sentence,
 )
 
@@ -26,7 +27,7 @@ _BILLING = "x-anthropic-billing-header"
 """Start of a system block that changes with each talk, and would keep talks from sharing KV."""
 _MIN_BUDGET = 1024
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+_SAMPLING = ("temperature", "top_p", "top_k")
 
 
 def translated(request: MessagesPrompt, model: ServedModel) -> TranslatedChat:
@@ -73,9 +74,7 @@ def _check_fields(request: MessagesPrompt) -> None:
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         sentence = "thread is not supported; send all messages of the conversation"
         raise ApiError(sentence, "thread", details=details)
-    for name, instead in REFUSED.items():
-        if extra.get(name):
-            raise ApiError(f"{name} is not supported; {instead}", name)
+    check_refused(extra, REFUSED)
     management = extra.get("context_management")
     edits = management.get("edits") if isinstance(management, dict) else None
     for number, edit in enumerate(edits if isinstance(edits, list) else ()):

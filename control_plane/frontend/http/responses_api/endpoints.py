@@ -167,5 +167,5 @@ async def _computed(coming: AsyncGenerator[Delta, None], writer: ResponsesWriter
         writer.keep(writer.failed(FAILED))
 
 
-def _json(body: str | bytes) -> Response:
+def _json(body: str) -> Response:
     return Response(body, media_type="application/json")

@@ -30,7 +30,7 @@ REFUSED = {
 CHAT_FIELDS = (
     *CONTROLS, "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "min_tokens", "logit_bias", "bad_words", "structured_outputs", "chat_template_kwargs",
-    "parallel_tool_calls", "user", "stream", "cache_salt", "priority", "queue_timeout_ms",
+    "parallel_tool_calls", "cache_salt", "priority", "queue_timeout_ms",
 )  # fmt: skip
 """Fields that mean the same in chats; most are this service's own."""
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"

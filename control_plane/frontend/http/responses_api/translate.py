@@ -20,6 +20,7 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.translated_chat import (
     TranslatedChat,
     chat_of,
+    check_refused,
     picture_sentence,
 )
 
@@ -115,10 +116,7 @@ def _unsealed(content: Any) -> str:
 
 
 def _check_fields(request: ResponsesRequest) -> None:
-    extra = request.model_extra or {}
-    for name, instead in REFUSED.items():
-        if extra.get(name):
-            raise ApiError(f"{name} is not supported; {instead}", name)
+    check_refused(request.model_extra, REFUSED)
     if request.truncation == "auto":
         sentence = "truncation is 'auto'; it must be disabled: send a shorter input"
         raise ApiError(sentence, "truncation")

@@ -38,6 +38,13 @@ def chat_of(fields: Mapping[str, Any], hidden: frozenset[str]) -> TranslatedChat
         raise RequestValidationError(mistakes, body=fields) from error
 
 
+def check_refused(given: Mapping[str, Any] | None, refused: Mapping[str, str]) -> None:
+    """Raise ApiError for a field that asks for something. refused: fields with what to do."""
+    for name, instead in refused.items():
+        if (given or {}).get(name):
+            raise ApiError(f"{name} is not supported; {instead}", name)
+
+
 def picture_sentence() -> str:
     """Return PICTURE, and note it in the log."""
     logger.info("a tool's result has a picture or document; the model reads text")
