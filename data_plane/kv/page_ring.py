@@ -20,7 +20,7 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.values.passes import even_split
 
-PREFILL_RING = "prefill0"
+PREFILL_RING, PULL_RING = "prefill0", "pull"
 _WRITER = "its writer"
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
@@ -311,13 +311,14 @@ def prefill_rings(
     page_bytes: int,
     num_layers: int,
 ) -> tuple[PageRing, ...]:
-    """Make an instance's rings, one for each writer of the prefill; none with synthetic KV."""
+    """Make an instance's rings: one for each writer of the prefill, and one for the puller."""
     place_bytes = page_bytes // num_layers * even_split(num_layers, prefill.stages)[0]
+    kinds = {prefill_ring(writer): place_bytes for writer in range(prefill.num_writers)}
+    if prefill.pull.allowed:
+        kinds[PULL_RING] = page_bytes
     return tuple(
-        PageRing.create(
-            segments, instance, prefill.ring_pages, place_bytes, prefill_ring(writer), page_bytes
-        )
-        for writer in range(prefill.num_writers)
+        PageRing.create(segments, instance, prefill.ring_pages, size, kind, page_bytes)
+        for kind, size in kinds.items()
     )
 
 

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from nanocp.config.choices import Natural, Positive, check_fields, require
+
+
+@dataclass(frozen=True, slots=True)
+class PullConfig:
+    """Prompts that a router had computed before: their KV is read from vLLM's memory by NIXL."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    allowed: tuple[str, ...] = ()
+    """Networks of the vLLM servers that may be dialled, such as 10.0.0.0/8; a server's name must
+    resolve into them. Empty: none, and kv_transfer_params are refused."""
+    lease_s: Positive = 30
+    """Shortest time for which one of these servers keeps blocks without a heartbeat (its
+    kv_lease_duration)."""
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    """Once KV cannot be read: recompute lets the prefill compute the prompt, and fail ends the
+    request with 503. With fail and without engines nothing here computes prompts."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for network in self.allowed:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                require(False, f"allowed has {network!r}, which is no network: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +65,7 @@ class PrefillConfig:
     """Engines that are asked for one prompt, one after the other, before its request fails."""
     max_tokens_in_flight: Positive = 65_536
     """Most prompt tokens in flight at one engine; one prompt is always allowed."""
+    pull: PullConfig = field(default_factory=PullConfig)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,6 +91,10 @@ class PrefillConfig:
             f"engines is {', '.join(self.engines)}; each address must be there once",
         )
         require(
+            not (self.pull.allowed and self.synthetic_kv),
+            "synthetic_kv is set and pull.allowed too; with synthetic KV nothing is read",
+        )
+        require(
             not (self.engines and self.synthetic_kv),
             "synthetic_kv is set and engines too; with synthetic KV no engine computes anything",
         )
@@ -74,4 +106,11 @@ class PrefillConfig:
     @property
     def num_writers(self) -> int:
         """Processes that write pages of prompts, each into its own rings."""
-        return 0 if self.synthetic_kv else max(self.stages, len(self.engines))
+        if self.synthetic_kv or not self.computes:
+            return 0
+        return max(self.stages, len(self.engines))
+
+    @property
+    def computes(self) -> bool:
+        """False if every prompt's KV must be pulled."""
+        return not self.pull.allowed or bool(self.engines) or self.pull.on_failure == "recompute"

@@ -181,7 +181,9 @@ _Refusals = tuple[tuple[bool, str], ...]
 
 def _of_pipeline(config: Config) -> _Refusals:
     scheduler, prefill, data_plane = config.scheduler, config.prefill, config.data_plane
-    has_prefill = prefill.engines or prefill.synthetic_kv or prefill.stages != 1
+    has_prefill = (
+        prefill.engines or prefill.synthetic_kv or prefill.stages != 1 or prefill.pull.allowed
+    )
     return (
         _of_cpus(config),
         (
@@ -212,7 +214,7 @@ def _of_pipeline(config: Config) -> _Refusals:
         ),
         (
             bool(has_prefill),
-            "prefill.engines, prefill.synthetic_kv or prefill.stages is set: its own stages "
+            "prefill.engines, pull, synthetic_kv or stages is set: its own stages "
             "(cluster.num_instances) compute prompts",
         ),
         (

@@ -10,6 +10,7 @@ from nanocp.values.members import Peer
 from nanocp.values.offload import Fetch, Stow
 from nanocp.values.passes import LayerMoves, PassPlan
 from nanocp.values.plan import InstancePlan, Transfer
+from nanocp.values.remote_blocks import RemoteBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,28 @@ class PagesArrived:
     ticket: int
 
 
+@dataclass(frozen=True, slots=True)
+class HoldBlocks:
+    """Keep the blocks of a request at their engine, which waits for its placement or its pages."""
+
+    request_id: int
+    blocks: RemoteBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBlocks:
+    """Let the engine free the blocks of a request, which has its pages or has ended."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseBlocks:
+    """Let the engine free blocks that no request reads, unless one holds them."""
+
+    blocks: RemoteBlocks
+
+
 ToInstance = (
     Join
     | ChangeExperts
@@ -128,4 +151,5 @@ ToInstance = (
     | Shutdown
 )
 ToPrefill = Join | PrefillRequest | CancelPrefill | PagesArrived | Shutdown
-ToMember = ToInstance | ToPrefill
+ToPuller = ToPrefill | HoldBlocks | ReleaseBlocks | RefuseBlocks
+ToMember = ToInstance | ToPuller

@@ -17,15 +17,15 @@ from nanocp.values.plan import (
 
 
 class Member(NamedTuple):
-    """A process that dials the controller: `Member("instance", 3)`, or the prefill.
+    """A process that dials the controller: `Member("instance", 3)`, the prefill, or the puller.
 
     `Member("node", 0)` carries the streams of a node's instances and is no member of a term.
     """
 
     kind: str
-    """`instance`, `prefill` or `node`."""
+    """`instance`, `prefill`, `puller` or `node`."""
     instance: int | None = None
-    """Number of an instance or a node; None for the prefill."""
+    """Number of an instance or a node; None for the prefill and the puller."""
 
     def __str__(self) -> str:
         return self.kind if self.instance is None else f"{self.kind} {self.instance}"
@@ -38,6 +38,8 @@ class Member(NamedTuple):
 
 
 PREFILL = Member("prefill")
+PULLER = Member("puller")
+"""Reads the KV of prompts from the engines that have computed it."""
 
 
 class Peer(NamedTuple):
@@ -180,6 +182,14 @@ class EnginesNow:
     engines: tuple[EngineNow, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksRefused:
+    """The puller cannot read a request's blocks, whatever it tries: the client is wrong."""
+
+    request_id: int
+    message: str
+
+
 Report = (
     WindowDone
     | TransferDone
@@ -192,6 +202,7 @@ Report = (
     | Resync
     | TokensLost
     | EnginesNow
+    | BlocksRefused
 )
 """A member's report of its work in a term."""
 

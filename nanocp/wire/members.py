@@ -10,17 +10,21 @@ from nanocp.values.commands import (
     CancelPrefill,
     ChangeExperts,
     ExpectPages,
+    HoldBlocks,
     Join,
     Leave,
     PagesArrived,
     PrefillRequest,
+    RefuseBlocks,
     RefusePages,
+    ReleaseBlocks,
     SendPages,
     Shutdown,
     StagePrompt,
 )
 from nanocp.values.members import (
     Beat,
+    BlocksRefused,
     EnginesNow,
     Envelope,
     ExpertLoad,
@@ -103,8 +107,14 @@ TO_INSTANCE = Codec(
     Join, ChangeExperts, InstancePlan, ExpectPages, SendPages, RefusePages, Stow, Fetch, PassPlan,
     LayerMoves, StagePrompt, Leave, Shutdown,
 )  # fmt: skip
-FROM_PREFILL = Codec(Loading, Beat, Ready, Suspect, Failure, TransferFailed, EnginesNow)
-TO_PREFILL = Codec(Join, PrefillRequest, CancelPrefill, PagesArrived, Shutdown)
+FROM_PREFILL = Codec(
+    Loading, Beat, Ready, Suspect, Failure, TransferFailed, EnginesNow, BlocksRefused
+)
+"""Of the puller too, as TO_PREFILL."""
+TO_PREFILL = Codec(
+    Join, PrefillRequest, CancelPrefill, PagesArrived, HoldBlocks, ReleaseBlocks, RefuseBlocks,
+    Shutdown,
+)  # fmt: skip
 FROM_NODE, TO_NODE = Codec(FromNode), Codec(ToNode)
 TOKENS = Codec(TokenBatch)
 
