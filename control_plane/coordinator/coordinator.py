@@ -11,10 +11,12 @@ from control_plane.coordinator.members.output import MembersEvent, PrefillArrive
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.ports.controller_interface import ControllerEvents, Submission
 from nanocp.config.limits import LimitsConfig
-from nanocp.values.members import EnginesNow, Member, Report, TokensLost
+from nanocp.values.members import BlocksRefused, EnginesNow, Member, Report, TokensLost
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import (
+    AbortRequested,
     Ended,
+    FinishReason,
     Plan,
     Regrouped,
     Resubmitted,
@@ -78,6 +80,8 @@ class Coordinator:
     def submitted(self, submission: Submission, now_us: int) -> None:
         """Take a new request, or a later attempt of one."""
         self._submitted[submission.request_id] = submission
+        if submission.remote is not None and self.transfers is not None:
+            self.transfers.held.hold(submission.request_id, submission.remote)
         if submission.arrival.attempt:
             self._metrics.recovery.submitted_again()
         self.happened(submission.event(now_us))
@@ -94,12 +98,13 @@ class Coordinator:
     def take_up(self, event: MembersEvent) -> None:
         """Take an event of a member or of the term."""
         match event:
-            case PrefillArrived():
+            case PrefillArrived(member):
                 if self.transfers is not None:
-                    self.transfers.prefill_arrived()
+                    self.transfers.prefill_arrived(member)
                 return
-            case PrefillLost():
-                for failed in self.transfers.prefill_lost() if self.transfers is not None else ():
+            case PrefillLost(member):
+                lost = self.transfers.prefill_lost(member) if self.transfers is not None else ()
+                for failed in lost:
                     self.happened(failed)
                 return
             case TermEnded():
@@ -121,9 +126,13 @@ class Coordinator:
                 for request_id in report.request_ids:
                     self._front_end.tokens_lost(request_id, f"{member}: {report.reason}")
             case EnginesNow():
-                self._metrics.engines.reported(report.engines)
-            case TransferFailed():
-                self.happened(report)
+                self._metrics.engines.reported(member, report.engines)
+            case TransferFailed() if self.transfers is not None:
+                if (failed := self.transfers.failed(member, report)) is not None:
+                    self.happened(failed)
+            case BlocksRefused(request_id, message):
+                self._front_end.ended(Ended(request_id, FinishReason.INVALID, message))
+                self.happened(AbortRequested(request_id))
             case _:
                 event = self.flights.reported(member, report)
                 self._events += [] if event is None else [event]
@@ -154,6 +163,8 @@ class Coordinator:
                 num_cached = cached.get(placement.request_id, arrival.prompt_len - 1)
                 self._metrics.recovery.placed(arrival.attempt, arrival.prompt_len, num_cached)
                 self._front_end.placed(placement, num_cached)
+                if self.transfers is not None:
+                    self.transfers.held.placed(placement.request_id)
             else:
                 self._metrics.scheduling.binding_changed()
                 self._front_end.placed(placement)
@@ -168,6 +179,8 @@ class Coordinator:
             self._front_end.preempted(preempted)
         for ended in plan.ended:
             self._submitted.pop(ended.request_id, None)
+            if self.transfers is not None:
+                self.transfers.held.release(ended.request_id)
             self.report_end(ended)
         self.deadlines.met("scheduler")
         deadline_us = self.scheduler.next_deadline_us

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from control_plane.frontend.access.api_keys import ApiKeys
 from nanocp.values.offload import salt_of
+from nanocp.values.remote_blocks import RemoteBlocks
 from nanocp.values.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
@@ -31,6 +32,8 @@ class Origin:
     """KV is shared with requests of an equal salt only; None: no salt."""
     is_salted_by_key: bool = False
     """KV is shared within the tenant only."""
+    remote: RemoteBlocks | None = None
+    """Where the prompt's KV is, if an engine has computed it."""
 
     @property
     def salt(self) -> bytes:
@@ -48,6 +51,7 @@ def origin_of(
     user: str,
     priority: int,
     cache_salt: str | None,
+    remote: RemoteBlocks | None = None,
 ) -> Origin:
     """Return the origin of a request. headers: HTTP's, or the call's metadata."""
     return Origin(
@@ -57,6 +61,7 @@ def origin_of(
         headers.get("traceparent", ""),
         cache_salt,
         keys.salts_by_key,
+        remote,
     )
 
 

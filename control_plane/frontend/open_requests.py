@@ -18,6 +18,7 @@ from control_plane.frontend.text.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
 from control_plane.observe.request_log import log_refused
 from nanocp.values.plan import FinishReason, Placement
+from nanocp.values.remote_blocks import RemoteBlocks
 from nanocp.values.sampling import TokenLogprobs
 from nanocp.values.sampling_fields import CONSTRAINTS
 
@@ -223,6 +224,11 @@ class OpenRequests:
             self.num_open -= request.n
             if self.num_open == 0:
                 self.idle.set()
+
+    def refuse_blocks(self, blocks: RemoteBlocks) -> None:
+        """Let an engine free blocks that no request reads; ignored before the first request."""
+        if not self.closed_because or self.num_open:
+            self._streams.refuse_blocks(blocks)
 
     def check_number(self, num_prompts: int, n: int) -> None:
         """Raise RequestError for a call with too many choices."""

@@ -19,6 +19,7 @@ from control_plane.observe.request_log import log_ended
 from control_plane.ports.controller_interface import ControllerInterface, Submission
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
+from nanocp.values.remote_blocks import RemoteBlocks
 from nanocp.values.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.rows import encode_row_input
 
@@ -86,6 +87,7 @@ class Submissions:
             self._front_end,
             stream.choice.prompt_logprobs if is_asking else None,
             salt,
+            None if stream.output.ids else stream.origin.remote,
         )
         self.controller.submit(submission)
 
@@ -214,7 +216,8 @@ class ClientStreams:
         if stream := self._by_request.get(placement.request_id):
             attempts = stream.attempts
             if num_cached is not None and attempts.number == 0:
-                stream.num_cached = num_cached
+                remote = stream.origin.remote
+                stream.num_cached = max(num_cached, remote.num_cached if remote else 0)
             stream.placement = placement
             attempts.owners.placed(placement)
             stream.times.placed()
@@ -276,6 +279,10 @@ class ClientStreams:
         self._asking.pop(stream.request_id, None)
         if stream.request_id in self._by_request:
             self._abort(stream, FinishReason.ABORTED, "the client went away")
+
+    def refuse_blocks(self, blocks: RemoteBlocks) -> None:
+        """Let an engine free blocks, unless a request that was submitted holds them."""
+        self._submissions.controller.refuse_blocks(blocks)
 
     def end_all(self, sentence: str) -> None:
         """End every request with UNAVAILABLE."""

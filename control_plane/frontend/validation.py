@@ -52,6 +52,10 @@ class ModelLimits:
     """The checkpoint's sampling defaults for requests over gRPC; max_tokens is for chats only."""
     max_held_tokens: int | None = None
     """Most tokens of one request that the empty cluster's frames hold; None: any number."""
+    pulls_kv: bool = False
+    """True if KV of prompts may be read from engines (kv_transfer_params)."""
+    computes_prompts: bool = True
+    """False: a prompt of several tokens needs kv_transfer_params."""
     tokenizer_eos_id: int | None = None
     """The tokenizer's end of sequence, which also ends a request, without a stop_reason."""
 
@@ -137,6 +141,11 @@ def validated(
     params = _sampling_params(request, limits, tokenizer)
     prompt_ids = _prompt_ids(request, limits, tokenizer)
     num_left = _check_length(request, len(prompt_ids), limits)
+    if not limits.computes_prompts and request.origin.remote is None and len(prompt_ids) > 1:
+        raise ValueError(
+            "kv_transfer_params is absent; this service computes no prompts (prefill.pull "
+            "on_failure is fail, and prefill.engines is empty)"
+        )
     _check_prompt_logprobs(request.prompt_logprobs, len(prompt_ids), limits)
     num_held = (limits.max_held_tokens or limits.max_model_len) - len(prompt_ids)
     most = min(params.max_tokens, num_left, max(num_held, params.min_tokens, 1))

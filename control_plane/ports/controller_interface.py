@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanocp.values.plan import Arrival, Ended, Placement, Preempted
+from nanocp.values.remote_blocks import RemoteBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class Submission:
     """Most likely tokens beside each prompt token; None: no log probabilities of the prompt."""
     salt: bytes = b""
     """For the prefill; see PrefillRequest."""
+    remote: RemoteBlocks | None = None
+    """Where the prompt's KV is to be pulled from; None: nobody has it, or the request has output.
+    """
 
     @property
     def request_id(self) -> int:
@@ -56,6 +60,9 @@ class ControllerInterface(Protocol):
 
     def abort(self, request_id: int) -> None:
         """End the request for the client. Unknown and ended ids are ignored."""
+
+    def refuse_blocks(self, blocks: RemoteBlocks) -> None:
+        """Let the engine free blocks that a client named, unless a submitted request holds them."""
 
 
 class ControllerEvents(Protocol):

@@ -1,4 +1,4 @@
-"""The controller's gRPC service: one stream for each instance or node, and one for the prefill."""
+"""The controller's gRPC service: a stream for each instance or node, the prefill, the puller."""
 
 from __future__ import annotations
 
@@ -195,7 +195,10 @@ class MemberServicer:
     async def _attach_prefill(
         self, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[Any]:
-        async for message in self._converse(PREFILL, _until_it_breaks(requests), context):
+        member = Member.named(caller(context))
+        if member.instance is not None:
+            member = PREFILL  # Which it is not: it is refused.
+        async for message in self._converse(member, _until_it_breaks(requests), context):
             yield message
 
     async def _converse(

@@ -37,6 +37,7 @@ from nanocp.config.whole import Config
 from nanocp.values.members import Member
 from nanocp.values.passes import LayoutWanted
 from nanocp.values.plan import AbortRequested, Ended, FinishReason, Plan
+from nanocp.values.remote_blocks import RemoteBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def members_of(
     config: Config, metrics: RecoveryMetrics, num_experts: int | None, facts: Facts
 ) -> Members:
     """The members of a cluster that is configured so; num_experts: see members.seats."""
-    known = config.has_prefill_member, config.recovers, config.leave_timeout_ms
+    known = config.prompt_members, config.recovers, config.leave_timeout_ms
     return Members(config.cluster, config.limits, facts, metrics, num_experts, *known)
 
 
@@ -286,10 +287,17 @@ class Controller(ControllerInterface):
     def abort(self, request_id: int) -> None:
         self._call(self._coordinator.happened, AbortRequested(request_id))
 
+    def refuse_blocks(self, blocks: RemoteBlocks) -> None:
+        if (transfers := self._coordinator.transfers) is not None:
+            self._call(self._shell.within, transfers.held.refuse, blocks)
+
     def _take(self, submission: Submission) -> None:
         with self._lock:
             self._num_queued -= 1
         self._coordinator.submitted(submission, _now_us())
+        if submission.remote is not None:
+            # The puller keeps the blocks from now on, also while the request waits.
+            self._shell.settle()
 
     # --- the loop ---
 

@@ -17,6 +17,7 @@ from nanocp.config.passes import PassesConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
+from nanocp.values.members import PREFILL, PULLER, Member
 from nanocp.values.plan import PAGE_SIZE
 
 _REGROUPING = ("exchange", "nixl_ep", "fused")
@@ -97,9 +98,15 @@ class Config:
         return self.limits.plan_timeout_ms + has_nixl_ep * self.limits.exchange_timeout_ms
 
     @property
-    def has_prefill_member(self) -> bool:
-        """True if a member computes prompts, itself or by engines."""
-        return self.cluster.layout != "pipeline" and not self.prefill.synthetic_kv
+    def prompt_members(self) -> tuple[Member, ...]:
+        """Members that bring the KV of prompts: the prefill, by itself or by engines, the puller.
+
+        None with synthetic KV or as a pipeline.
+        """
+        prefill = self.prefill
+        if self.cluster.layout == "pipeline" or prefill.synthetic_kv:
+            return ()
+        return (PREFILL,) * prefill.computes + (PULLER,) * bool(prefill.pull.allowed)
 
     @property
     def of_prefill_stages(self) -> Config:

@@ -40,6 +40,8 @@ class Served:
     prefill_factory: str = PREFILL_FACTORY
     probe_factory: str = "data_plane.prefill.build:build_probe"
     """Makes probes of engines, in the prefill's place."""
+    reader_factory: str = "data_plane.prefill.pull.build:build_reader"
+    """Makes the puller's reader of engines' memory."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
     """Loads an instance's common parts into a spare."""
     num_experts: int | None = None
@@ -81,6 +83,11 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
     if has_fp8(checkpoint) is not None:
         names = stored_shapes(model, range(model.num_experts))
         SafetensorsReader(checkpoint, model.fp8_block).check_dtypes(names)
+    require(
+        not (config.prefill.pull.allowed and carry_pages(model, config.data_plane)),
+        "prefill.pull.allowed is set, and the model has linear attention layers, whose states are "
+        "not pulled: leave it out, or let prefill.engines compute prompts",
+    )
     num_stages = config.prefill.stages
     require(
         num_stages <= model.num_layers,
@@ -139,10 +146,12 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         has_prefill,
         name,
         config.cluster.bounds.max_grammar_bytes,
-        has_prompt_logprobs=not config.prefill.engines,
+        has_prompt_logprobs=config.prefill.computes and not config.prefill.engines,
         default_sampling=default_sampling(checkpoint),
         # The last generated token has no KV.
         max_held_tokens=config.cluster.num_holders() * config.cluster.num_frames * PAGE_SIZE + 1,
+        pulls_kv=bool(config.prefill.pull.allowed),
+        computes_prompts=config.prefill.computes,
         tokenizer_eos_id=eos_id,
     )
     return Served(

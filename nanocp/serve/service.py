@@ -54,7 +54,7 @@ from nanocp.serve.served import PREFILL_PLANNER, settled, why_experts_stay
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
-from nanocp.values.members import PREFILL, Member
+from nanocp.values.members import PREFILL, PULLER, Member
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Service:
         config = settled(config, served, controller_number)
         check_tls(config.service)
         self.cluster_id = cluster_id or secrets.token_hex(4)
-        self.metrics = Metrics(config.cluster, config.scheduler, config.prefill.engines)
+        self.metrics = Metrics(config.cluster, config.scheduler, config.prefill)
         self.launcher = launcher
         self._config = config
         self._served = served
@@ -391,6 +391,8 @@ class Service:
         return DecodeFlights(config.cluster, config.scheduler, members, self.metrics)
 
     def _factory(self, member: Member) -> str:
+        if member == PULLER:
+            return self._served.reader_factory
         if member != PREFILL:
             return self._served.instance_factory
         engines = self._config.prefill.engines

@@ -1,4 +1,4 @@
-"""Blocks of KV that an engine holds for a prompt which it has computed, until a reader frees them."""
+"""Blocks of KV that an engine holds for a prompt that it has computed, until they are read."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from nanocp.values.plan import (
 from nanocp.values.sampling import TokenBatch
 from nanocp.wire.codec import Codec
 
-VERSION = 5
+VERSION = 6
 """Increased with every change of a message but a new dataclass field with a default. Other versions
 find no such service, so a rolling upgrade to them is refused."""
 CONTROLLER = f"nanocp.v{VERSION}.Controller"

@@ -15,6 +15,7 @@ from control_plane.scheduler.pages.offload import OffloadReading
 from harness.paths import ROOT
 from harness.programs.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
 from nanocp.config.cluster import ClusterConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 
 OPERATE = (ROOT / "docs/use/operate.md").read_text()
@@ -38,7 +39,9 @@ def selectors(node):
 
 def registry_of_a_service():
     """The metrics of a service with engines, pages outside the frames, and loads of experts."""
-    metrics = Metrics(ClusterConfig(), SchedulerConfig(), ("http://engine:8000",))
+    metrics = Metrics(
+        ClusterConfig(), SchedulerConfig(), PrefillConfig(engines=("http://engine:8000",))
+    )
     metrics.offload.planned(OffloadReading((0, 0), (0, 0), (0, 0), 0))
     metrics.experts.reported([1.0])
     return metrics.registry

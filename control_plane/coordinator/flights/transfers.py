@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from control_plane.coordinator.flights.held_blocks import HeldBlocks
 from control_plane.coordinator.members.members import Members
 from control_plane.ports.controller_interface import Submission
 from nanocp.values.commands import (
@@ -15,7 +16,7 @@ from nanocp.values.commands import (
     RefusePages,
     SendPages,
 )
-from nanocp.values.members import PREFILL, Member
+from nanocp.values.members import PREFILL, PULLER, Member
 from nanocp.values.plan import (
     CARRY_PAGE,
     PAGE_SIZE,
@@ -27,7 +28,10 @@ from nanocp.values.plan import (
     TransferFailed,
 )
 
-_PREFILL_LOST = "the prefill was lost"
+_NOBODY_COMPUTES = (
+    "the request has no KV to be pulled (any more), and nothing here computes prompts "
+    "(prefill.pull.on_failure is fail)"
+)
 
 
 @dataclass(slots=True)
@@ -35,7 +39,8 @@ class _Unanswered:
     receivers: set[int]
     """Those that have not answered for it."""
     request: PrefillRequest | None
-    """What the prefill is to do; None once the ticket is fenced, or without a prefill."""
+    """What its writer is to do; None once the ticket is fenced, or without a writer."""
+    writer: Member
     num_pages: int
 
 
@@ -50,8 +55,9 @@ class Transfers:
         """By ticket of the prefill, ascending."""
         self.num_pages_awaited = 0
         """Pages of these tickets."""
-        self._has_prefill = PREFILL in members.expected
-        self._is_prefill_lost = False
+        self._writers = {PREFILL, PULLER}.intersection(members.expected)
+        self._is_synthetic = not self._writers
+        self.held = HeldBlocks(members)
 
     def start(
         self, transfer: Transfer, submission: Submission | None, num_fetched: int = 0
@@ -72,12 +78,10 @@ class Transfers:
         transfer = replace(transfer, targets=_after(transfer.targets, num_fetched))
         if not transfer.targets:
             return None
-        if not self._has_prefill:
+        if self._is_synthetic:
             # Each receiver makes the KV itself, and answers for it.
-            self._await(transfer, None)
+            self._await(transfer, None, PREFILL)
             return None
-        if self._is_prefill_lost:
-            return TransferFailed(transfer.ticket, _PREFILL_LOST)
         assert submission is not None, f"request {transfer.request_id} has no prompt to prefill"
         # The log probability of a token needs the id after it, and so does its KV for drafts.
         has_next = self._has_drafts or submission.prompt_logprobs is not None
@@ -89,13 +93,24 @@ class Transfers:
             front_end=submission.front_end,
             salt=submission.salt,
         )
-        self._await(transfer, request)
-        self._members.send(PREFILL, request)
+        # An engine computed no log probabilities of the prompt.
+        is_held = transfer.request_id in self.held and submission.prompt_logprobs is None
+        writer = PULLER if is_held and PULLER in self._writers else PREFILL
+        if writer not in self._writers:
+            was_lost = writer in self._members.expected
+            reason = f"the {writer} was lost" if was_lost else _NOBODY_COMPUTES
+            return TransferFailed(transfer.ticket, reason)
+        if writer == PULLER:
+            self.held.pull(transfer.request_id)
+        self._await(transfer, request, writer)
+        self._members.send(writer, request)
         return None
 
-    def _await(self, transfer: Transfer, request: PrefillRequest | None) -> None:
+    def _await(self, transfer: Transfer, request: PrefillRequest | None, writer: Member) -> None:
         num_pages = len(transfer.instances())
-        self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), request, num_pages)
+        self._unanswered[transfer.ticket] = _Unanswered(
+            set(transfer.receivers), request, writer, num_pages
+        )
         self.num_pages_awaited += num_pages
 
     def fence(self, fence: Fence) -> None:
@@ -105,7 +120,7 @@ class Transfers:
         unanswered = self._unanswered.get(fence.ticket)
         if unanswered is not None:
             unanswered.request = None
-            self._members.send(PREFILL, CancelPrefill(fence.ticket))
+            self._members.send(unanswered.writer, CancelPrefill(fence.ticket))
 
     def answered(self, ticket: int, instance: int) -> None:
         """The receiver has all its pages of the ticket, or refuses the rest."""
@@ -116,7 +131,9 @@ class Transfers:
         if not unanswered.receivers:
             del self._unanswered[ticket]
             self.num_pages_awaited -= unanswered.num_pages
-            self._members.send(PREFILL, PagesArrived(ticket))
+            self._members.send(unanswered.writer, PagesArrived(ticket))
+            if unanswered.writer == PULLER and unanswered.request is not None:
+                self.held.forget(unanswered.request.transfer.request_id)
 
     @property
     def num_prefilling(self) -> int:
@@ -128,17 +145,37 @@ class Transfers:
         self._unanswered.clear()
         self.num_pages_awaited = 0
 
-    def prefill_arrived(self) -> None:
-        """A new prefill begins again with every ticket that the lost one had not filled."""
+    def prefill_arrived(self, writer: Member) -> None:
+        """A new prefill or puller begins again with every ticket that the lost one left open."""
+        if writer == PULLER:
+            self.held.send_again()
         for unanswered in self._unanswered.values():
-            if unanswered.request is not None:
-                self._members.send(PREFILL, unanswered.request)
+            if unanswered.request is not None and unanswered.writer == writer:
+                self._members.send(writer, unanswered.request)
 
-    def prefill_lost(self) -> Iterator[TransferFailed]:
-        """No prefill will come: the failure of every ticket that is not filled."""
-        self._is_prefill_lost = True
-        for ticket in self._unanswered:
-            yield TransferFailed(ticket, _PREFILL_LOST)
+    def prefill_lost(self, writer: Member) -> Iterator[TransferFailed]:
+        """No such member will come: the failure of every ticket that it left open."""
+        self._writers.discard(writer)
+        for ticket, unanswered in self._unanswered.items():
+            if unanswered.writer == writer:
+                yield TransferFailed(ticket, f"the {writer} was lost")
+
+    def failed(self, writer: Member, failed: TransferFailed) -> TransferFailed | None:
+        """Take a writer's report; what the puller could not read is computed, if it can be.
+
+        Returns the event for the scheduler, if any.
+        """
+        unanswered = self._unanswered.get(failed.ticket)
+        if writer != PULLER or unanswered is None or unanswered.request is None:
+            return failed
+        request = unanswered.request
+        self.held.release(request.transfer.request_id)
+        if PREFILL not in self._writers:
+            return failed
+        self._members.output.warn(f"request {request.transfer.request_id}: {failed.message}")
+        unanswered.writer = PREFILL
+        self._members.send(PREFILL, request)
+        return None
 
 
 def fetched_pages(fetches: Sequence[Fetch]) -> dict[int, int]:

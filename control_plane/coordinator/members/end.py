@@ -9,7 +9,7 @@ from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.output import MembersOutput, PrefillLost
 from control_plane.coordinator.members.seats import Seats
 from control_plane.coordinator.members.start import Start
-from nanocp.values.members import PREFILL, Member
+from nanocp.values.members import Member
 from nanocp.values.plan import ClusterLost
 
 
@@ -54,7 +54,7 @@ class End:
         """Accept that a lost member is not replaced. sentence: for clients, if given."""
         self.fail(message)
         lost = ClusterLost(sentence or f"{member} was lost")
-        self._output.events.append(PrefillLost() if member == PREFILL else lost)
+        self._output.events.append(PrefillLost(member) if member.instance is None else lost)
 
     def unless_recovered(self, member: Member) -> None:
         """End the cluster if the member's kind does not recover in time."""

@@ -1,7 +1,7 @@
 """The members of a cluster: they dial, become ready, are lost and are replaced.
 
 A loss begins the next term (protocol.md, terms), with the rest if they hold all experts. A lost
-prefill is replaced within the term.
+prefill or puller is replaced within the term.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.values import members as values
 from nanocp.values.commands import Join, Leave, ToMember
-from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
+from nanocp.values.members import Hello, Member, Peer, Said
 from nanocp.values.plan import InstanceLost, Regrouped, TermEnded, TookOver, WindowDone
 
 _TICKETS_OF_A_TERM = 1_000_000
@@ -49,17 +49,18 @@ class Members(TermSteps):
         facts: Facts,
         metrics: RecoveryMetrics,
         num_experts: int | None,
-        has_prefill: bool,
+        prompt_members: Sequence[Member],
         recovers: bool,
         leave_ms: int,
     ) -> None:
-        """num_experts: see Seats."""
+        """num_experts: see Seats. prompt_members: see Config."""
         self._metrics, self._facts = metrics, facts
         self.output = MembersOutput()
         """What is to be done, until it is taken."""
         instances = tuple(Member("instance", seat) for seat in range(cluster.num_instances))
-        self.expected = (*instances, PREFILL) if has_prefill else instances
-        """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
+        self._prompt_members = prompt_members
+        self.expected = (*instances, *prompt_members)
+        """Every member that must be ready."""
         self.recovers, self._leave_ms = recovers, leave_ms
         self.attached = Attached(self.output)
         self.start = Start(self.expected, limits.start_timeout_ms)
@@ -114,7 +115,7 @@ class Members(TermSteps):
 
     def send(self, member: Member, message: ToMember) -> None:
         """Queue a message of the present term, if the member is in it."""
-        if member == PREFILL or self.terms.standing[member] is Standing.IN:
+        if member.instance is None or self.terms.standing[member] is Standing.IN:
             self._send(member, message)
 
     def _send(self, member: Member, message: ToMember) -> None:
@@ -170,7 +171,7 @@ class Members(TermSteps):
         if member.instance is None:
             self.start.again([member])
             self._replace(member, message)
-            self.end.unless_recovered(PREFILL)
+            self.end.unless_recovered(member)
             return
         instances = self.terms.instances
         left = [instances.index(each) for each in self.terms.present if each != member]
@@ -246,7 +247,8 @@ class Members(TermSteps):
         )
         for instance in self.terms.seats:
             self._send(instance, self._join)
-        self._send(PREFILL, self._join)
+        for member in self._prompt_members:
+            self._send(member, self._join)
 
     def term_ended(self) -> None:
         self.end.unless_recovered(self.terms.instances[0])
@@ -295,7 +297,7 @@ class Members(TermSteps):
         if member in self.attached:
             raise ValueError(f"{member} is attached already")
         self.replacements.dialled(member)
-        if member == PREFILL and self._goes_on:
+        if member.instance is None and self._goes_on:
             # It dials before it loads, and beats after it.
             self.replacements.expect(member)
         self._kept_pages.say(member, hello)
@@ -304,13 +306,13 @@ class Members(TermSteps):
         self.attached.add(member, hello.where if hello is not None else Peer())
         if self.end.leaving is not None:
             self.attached.shut_down(member, self.end.leaving)
-        elif member != PREFILL:
+        elif member.instance is not None:
             self._heartbeats.heard(member)
             self.terms.arrived(member)
             self.changes.go_on()
         elif self.terms.may_be_joined:
-            self._send(PREFILL, self._join)
-            self.output.events.append(PrefillArrived())
+            self._send(member, self._join)
+            self.output.events.append(PrefillArrived(member))
 
     def loading(self, member: Member) -> bool:
         """Record that a member loads weights; return whether it is expected."""
@@ -364,9 +366,9 @@ class Members(TermSteps):
     def _is_ready(self, member: Member, chosen: tuple[str, ...], term: int) -> None:
         # From now on its silence counts, also if it is stopped before its first heartbeat.
         self._heartbeats.heard(member)
-        if member == PREFILL:
-            if self.deadlines.met(PREFILL.kind):
-                self.output.say("the prefill serves again")
+        if member.instance is None:
+            if self.deadlines.met(member.kind):
+                self.output.say(f"the {member} serves again")
             self.start.ready(member, chosen)
             return
         self.terms.has_joined(member, term)

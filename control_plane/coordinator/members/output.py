@@ -38,12 +38,16 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class PrefillArrived:
-    """A prefill has dialled and was asked to join the term; it knows no ticket."""
+    """A prefill or a puller has dialled and was asked to join the term; it knows no ticket."""
+
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillLost:
-    """No prefill will come any more. Requests that have their KV continue."""
+    """No prefill or puller will come any more. Requests that have their KV continue."""
+
+    member: Member
 
 
 MembersEvent = (

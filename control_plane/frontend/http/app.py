@@ -50,6 +50,7 @@ from control_plane.frontend.http.errors import (
     error_response,
     speaks_messages,
 )
+from control_plane.frontend.http.kv_transfer import FreeRefusedBlocks, remote_blocks_of
 from control_plane.frontend.http.messages.endpoints import add_messages, model_page
 from control_plane.frontend.http.messages.protocol import ModelInfo, ModelPage
 from control_plane.frontend.http.middleware import (
@@ -131,6 +132,7 @@ def build_app(
     app.add_middleware(
         ServerErrorMiddleware, handler=lambda request, error: error_response(FAILED, request.scope)
     )
+    app.add_middleware(FreeRefusedBlocks, parts.open_requests.refuse_blocks)
     app.add_middleware(BodyLimit, max_body_bytes)
     app.add_middleware(RequireKey, keys, parts.operators)
     if cors_origins:
@@ -143,9 +145,11 @@ def build_app(
         )
     app.add_middleware(NameResponses, parts.on_response)
     errors.install(app)
-    _add_generation(app, parts, keys)
-    add_messages(app, parts.open_requests, parts.model, keys, _POST)
-    add_responses(app, parts.open_requests, parts.model, keys, parts.responses, _POST)
+    pulled = Depends(remote_blocks_of(parts.open_requests.limits))
+    post = {**_POST, "dependencies": [*_POST["dependencies"], pulled]}
+    _add_generation(app, parts, keys, post)
+    add_messages(app, parts.open_requests, parts.model, keys, post)
+    add_responses(app, parts.open_requests, parts.model, keys, parts.responses, post)
     _add_tokenizer(app, parts)
     _add_model(app, parts)
     _add_health(app, parts)
@@ -179,7 +183,7 @@ async def _well_formed(request: Request) -> None:
 _POST: dict[str, Any] = {"responses": _ERRORS, "dependencies": [Depends(_well_formed)]}
 
 
-def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
+def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys, post: Any) -> None:
     open_requests, model = parts.open_requests, parts.model
     tokenizer = open_requests.tokenizer
 
@@ -187,19 +191,18 @@ def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
         check_model(request.model, model)
         request.check_supported()
         headers, path = http_request.headers, http_request.url.path
-        origin = origin_of(
-            headers, keys, path, request.user or "", request.priority, request.cache_salt
-        )
+        user, salt, remote = request.user, request.cache_salt, http_request.state.remote_blocks
+        origin = origin_of(headers, keys, path, user or "", request.priority, salt, remote)
         return call_id(prefix, http_request, request), origin
 
-    @app.post("/v1/completions", response_model=Completion, **_POST)
+    @app.post("/v1/completions", response_model=Completion, **post)
     async def completions(request: CompletionRequest, http_request: Request) -> Response:
         name, origin = named("cmpl-", request, http_request)
         asked = completion_requests(request, model, name, origin)
         writer = CompletionWriter(request, name, model.name, tokenizer)
         return await respond(http_request, deltas(open_requests, asked), writer, request.stream)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, **_POST)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, **post)
     async def chat_completions(request: ChatRequest, http_request: Request) -> Response:
         name, origin = named("chatcmpl-", request, http_request)
         asked, new_parser = await chat_request(request, model, name, origin)

@@ -86,6 +86,9 @@ def completion_requests(
     prompts: Sequence[Any] = [prompt] if is_one else prompt
     if request.resume and (len(prompts) > 1 or request.echo):
         raise ApiError("resume is given; it needs one prompt, and echo to be false", "resume")
+    if origin.remote is not None and len(prompts) > 1:
+        sentence = f"prompt has {len(prompts)} prompts; with kv_transfer_params it must be one"
+        raise ApiError(sentence, "prompt")
     shared = _shared(request, model)
     if request.echo and request.logprobs is not None:
         # Both come from one computation, which the larger number asks for.

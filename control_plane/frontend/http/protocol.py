@@ -122,7 +122,7 @@ class GenerationRequest(_Request):
             ("logprob_token_ids", "allowed_token_ids", "repetition_detection", "vllm_xargs",
              "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "watermarking",
              "return_token_offsets", "return_prompt_text", "return_weight_versions",
-             "kv_transfer_params", "ec_transfer_params"),
+             "ec_transfer_params"),
             _LEAVE_OUT,
         ),
         # vLLM's names in earlier versions.
@@ -175,6 +175,8 @@ class GenerationRequest(_Request):
     """Tenant, in a service without API keys."""
     cache_salt: str | None = None
     """Cached KV is shared with requests of an equal salt only; 1 to 128 characters."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Where a router had the prompt computed, as vLLM's NixlConnector says it."""
     request_id: str | None = None
     """The client's id; the header X-Request-Id wins over it."""
     add_special_tokens: bool | None = None

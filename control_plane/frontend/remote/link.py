@@ -37,7 +37,9 @@ from control_plane.frontend.remote.observations import Observations
 from control_plane.ports.controller_interface import ControllerInterface, Submission
 from control_plane.ports.members_port import SERVER_OPTIONS, MemberSecrets
 from nanocp.parent import starter
+from nanocp.values.commands import RefuseBlocks
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Preempted
+from nanocp.values.remote_blocks import RemoteBlocks
 from nanocp.wire.members import why_broken
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,9 @@ class RemoteController(ControllerInterface):
 
     def abort(self, request_id: int) -> None:
         self._send(AbortRequested(request_id))
+
+    def refuse_blocks(self, blocks: RemoteBlocks) -> None:
+        self._send(RefuseBlocks(blocks))
 
     def load(self) -> ClusterLoad:
         """Return the cluster's load, at most a second old."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.ports.controller_interface import Submission
+from nanocp.values.commands import RefuseBlocks
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.codec import Codec
 from nanocp.wire.members import VERSION
@@ -117,7 +118,9 @@ class Page:
     """Why there is none; empty: there is."""
 
 
-FROM_FRONT_END = Codec(FrontEndHello, Submission, AbortRequested, AllSubmitted, Observed, Drained)
+FROM_FRONT_END = Codec(
+    FrontEndHello, Submission, AbortRequested, AllSubmitted, RefuseBlocks, Observed, Drained
+)
 TO_FRONT_END = Codec(
     OpenFrontEnd, IssuedSecret, Placed, Preempted, Interrupted, RequestLostTokens, Ended,
     ClusterLoad, Drain, Stop,

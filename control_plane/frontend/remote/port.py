@@ -46,6 +46,7 @@ from control_plane.ports.controller_interface import (
 )
 from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.service import ServiceConfig
+from nanocp.values.commands import RefuseBlocks
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted
 
 logger = logging.getLogger(__name__)
@@ -282,6 +283,8 @@ class FrontEndPort(ControllerEvents):
                 self._submitted(front_end, message, controller)
             case AbortRequested(request_id) if controller is not None:
                 controller.abort(request_id)
+            case RefuseBlocks(blocks) if controller is not None:
+                controller.refuse_blocks(blocks)
             case AllSubmitted() if not front_end.accepts.done():
                 # It has come to this controller, and has submitted its requests unasked.
                 front_end.accepts.set_result(None)

@@ -1,4 +1,4 @@
-"""Metrics of the prefill's engines, from the prefill's latest report."""
+"""Metrics of engines, from the latest reports of the prefill and of the puller."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from control_plane.observe.metrics.families import families
-from nanocp.values.members import EngineNow
+from nanocp.config.prefill import PrefillConfig
+from nanocp.values.members import PREFILL, EngineNow, Member
 
 
 class EngineMetrics(Collector):
     """The state of engines, and the frames that wait for them."""
 
-    def __init__(self, registry: CollectorRegistry, urls: tuple[str, ...]) -> None:
-        self._engines: Sequence[EngineNow] = [EngineNow(url) for url in urls]
+    def __init__(self, registry: CollectorRegistry, prefill: PrefillConfig) -> None:
+        self._engines: dict[Member, Sequence[EngineNow]] = {
+            PREFILL: [EngineNow(url) for url in prefill.engines]
+        }
         self._num_awaited = 0
-        if urls:
+        if prefill.engines or prefill.pull.allowed:
             registry.register(self)
 
-    def reported(self, engines: Sequence[EngineNow]) -> None:
-        self._engines = engines
+    def reported(self, member: Member, engines: Sequence[EngineNow]) -> None:
+        """Take the engines of the prefill, or those that the puller has met."""
+        self._engines[member] = engines
+
+    @property
+    def _all(self) -> list[EngineNow]:
+        return [engine for engines in self._engines.values() for engine in engines]
 
     def awaited(self, num_frames: int) -> None:
         """Take the number of frames that wait for pages of the prefill."""
@@ -40,11 +48,11 @@ class EngineMetrics(Collector):
                 "done": engine.num_done,
                 "failed": engine.num_failed,
             }
-            for engine in self._engines
+            for engine in self._all
         ]
 
     def collect(self) -> Iterable[Metric]:
-        engines = self._engines
+        engines = self._all
         return families(
             {
                 "frames_awaiting_prefill": self._num_awaited,

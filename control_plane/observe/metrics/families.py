@@ -105,7 +105,7 @@ EXPERTS = {
 """Experts that follow the load."""
 RECOVERY = {
     "members_lost": _counter(
-        "Members that were lost, by cause.", kind=("instance", "prefill"),
+        "Members that were lost, by cause.", kind=("instance", "prefill", "puller"),
         cause=("exit", "stream", "silent", "stuck", "gone", "unread")),
     "regroups": _counter("Terms that began, by cause.", cause=("loss", "request")),
     "recovery_seconds": _histogram("From the end of a term to the next one.", PAUSE_S),

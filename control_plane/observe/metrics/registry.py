@@ -16,6 +16,7 @@ from control_plane.observe.metrics.requests import RequestMetrics
 from control_plane.observe.metrics.scheduling import SchedulingMetrics
 from control_plane.observe.metrics.stages import StageMetrics
 from nanocp.config.cluster import ClusterConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 
 
@@ -23,7 +24,10 @@ class Metrics:
     """The parts of the service's metrics."""
 
     def __init__(
-        self, cluster: ClusterConfig, scheduler: SchedulerConfig, engine_urls: tuple[str, ...] = ()
+        self,
+        cluster: ClusterConfig,
+        scheduler: SchedulerConfig,
+        prefill: PrefillConfig | None = None,
     ) -> None:
         # A _created series beside each counter and histogram would double them; nothing reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -36,6 +40,6 @@ class Metrics:
         num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
         self.stages = StageMetrics(registry, num_stages)
         self.experts = ExpertMetrics(registry)
-        self.engines = EngineMetrics(registry, engine_urls)
+        self.engines = EngineMetrics(registry, prefill or PrefillConfig())
         self.recovery = RecoveryMetrics(registry)
         self.requests = RequestMetrics(registry, cluster.max_model_len)

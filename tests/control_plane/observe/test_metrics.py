@@ -31,6 +31,7 @@ from harness.services.drained_seat import drained_scheduler
 from harness.services.hash_service import generate, hash_service, prompt
 from harness.waits import until
 from nanocp.config.cluster import ClusterConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import Arrival, Ended, FinishReason, SeatsWanted, TransferDone, WindowDone
@@ -354,7 +355,7 @@ def test_the_load_of_a_seat_that_leaves_counts_what_it_has_and_nothing_as_free()
 
 
 def test_the_page_has_each_row_of_the_table():
-    metrics = Metrics(CLUSTER, SchedulerConfig(), ("http://a:1",))
+    metrics = Metrics(CLUSTER, SchedulerConfig(), PrefillConfig(engines=("http://a:1",)))
     metrics.offload.planned(OffloadReading((3, 1), (9, 4), (5, 2), 448))
     metrics.experts.reported([1.0])
     StageMetrics(metrics.registry, num_stages=2)

@@ -26,6 +26,7 @@ from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import FinishReason, Placement
+from nanocp.values.remote_blocks import RemoteBlocks
 from nanocp.values.sampling import PromptPart, SamplingParams, Token, TokenBatch, TokenLogprobs
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.members import TOKEN_SINK, TOKENS
@@ -41,17 +42,23 @@ METADATA = {
 class FakeController:
     """Records what the front end submits and aborts; places each request at instance 0 at once."""
 
-    def __init__(self, placed: Callable[[Placement], None] = lambda placement: None) -> None:
+    def __init__(
+        self, placed: Callable[[Placement, int], None] = lambda placement, num_cached: None
+    ) -> None:
         self.placed = placed
         self.submissions: queue.Queue[Submission] = queue.Queue()
         self.aborts: queue.Queue[int] = queue.Queue()
+        self.refused: queue.Queue[RemoteBlocks] = queue.Queue()
 
     def submit(self, submission: Submission) -> None:
-        self.placed(Placement(submission.request_id, 0, submission.arrival.prompt_len, ()))
+        self.placed(Placement(submission.request_id, 0, submission.arrival.prompt_len, ()), 0)
         self.submissions.put(submission)
 
     def abort(self, request_id: int) -> None:
         self.aborts.put(request_id)
+
+    def refuse_blocks(self, blocks: RemoteBlocks) -> None:
+        self.refused.put(blocks)
 
     def resubmitted(self) -> None:
         """Nothing waits for it."""

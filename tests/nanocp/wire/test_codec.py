@@ -17,6 +17,7 @@ from nanocp.values.experts import home_table
 from nanocp.values.members import Envelope
 from nanocp.values.offload import Fetch, StoredPage, Stow
 from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved, PassPlan, Span
+from nanocp.values.remote_blocks import RemoteBlocks
 from nanocp.values.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_LOGIT_BIASES,
@@ -141,6 +142,7 @@ ARRIVAL = p.Arrival(
 )  # fmt: skip
 TABLE = home_table(4, 2, 1)
 ENGINE = members.EngineNow("http://a", True, "", 1, 2, 3, 4, 5, 0.5, 1.5)
+BLOCKS = RemoteBlocks("engine", "cmpl-1", (4, 5), "host", 5600, 2, 99, 16, 3)
 EXAMPLES = [
     members.Hello(1, members.Peer("node", "host:1"), ((4, p.TargetRun(0, 2, 1, 5)),)),
     members.Loading(7),
@@ -171,6 +173,10 @@ EXAMPLES = [
     commands.PrefillRequest(TRANSFER, [1, 2, 3], None, ""),
     commands.CancelPrefill(5),
     commands.PagesArrived(5),
+    commands.HoldBlocks(3, BLOCKS),
+    commands.ReleaseBlocks(3),
+    commands.RefuseBlocks(BLOCKS),
+    members.BlocksRefused(3, "why"),
     wire.FromNode(
         (wire.FromStream(1, wire.Opened("instance 1", "x")), wire.FromStream(2, message=b"m"))
     ),
@@ -178,6 +184,7 @@ EXAMPLES = [
     messages.FrontEndHello("a:1", "a:2", "", 77, 3),
     Submission(ARRIVAL, [1, 2], 700, "host:1", 2),
     Submission(ARRIVAL, [1, 2]),
+    Submission(ARRIVAL, [1, 2], remote=BLOCKS),
     p.AbortRequested(3),
     messages.AllSubmitted(),
     messages.Observed(b"[]"),
@@ -267,7 +274,7 @@ def test_a_change_of_the_messages_has_another_version():
     lines = sorted({line for kind in kinds for line in fields_of(kind)})
     digest = sha256("\n".join(lines).encode()).hexdigest()[:16]
     what = "raise VERSION and write both, or for a field with a default the digest alone"
-    assert (wire.VERSION, digest) == (5, "8f50fb28a6fdc53f"), "\n".join([*lines, what])
+    assert (wire.VERSION, digest) == (6, "89f3a731291ed5c9"), "\n".join([*lines, what])
 
 
 @given(CHANGES)

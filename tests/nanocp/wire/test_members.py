@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from harness.paths import ROOT
-from nanocp.values.commands import ToInstance, ToPrefill
+from nanocp.values.commands import ToInstance, ToPuller
 from nanocp.values.members import Report, Said
 from nanocp.wire.members import FROM_INSTANCE, FROM_PREFILL, TO_INSTANCE, TO_PREFILL
 
@@ -15,8 +15,8 @@ from nanocp.wire.members import FROM_INSTANCE, FROM_PREFILL, TO_INSTANCE, TO_PRE
     ("values", "codecs"),
     [(Said, (FROM_INSTANCE, FROM_PREFILL)),
      (ToInstance, (TO_INSTANCE,)),
-     (ToPrefill, (TO_PREFILL,))],
-    ids=["said", "to instances", "to the prefill"],
+     (ToPuller, (TO_PREFILL,))],
+    ids=["said", "to instances", "to the prefill and the puller"],
 )  # fmt: skip
 def test_every_value_has_a_codec_and_no_codec_has_more(values, codecs):
     encoded = {name for codec in codecs for name in codec._decoders}

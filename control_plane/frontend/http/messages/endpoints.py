@@ -54,7 +54,8 @@ def add_messages(
         chat = as_chat.chat.model_copy(update={"max_tokens": most})
         name = call_id("msg_", http_request, chat)
         headers, path, user = http_request.headers, http_request.url.path, tenant_of(request)
-        origin = origin_of(headers, keys, path, user, request.priority, request.cache_salt)
+        salt, remote = request.cache_salt, http_request.state.remote_blocks
+        origin = origin_of(headers, keys, path, user, request.priority, salt, remote)
         asked, new_parser = await chat_request(chat, model, name, origin, as_chat.hidden)
         writer = MessagesWriter(request, name, model.name, open_requests.tokenizer, new_parser)
         return await respond(http_request, deltas(open_requests, [asked]), writer, request.stream)

@@ -18,7 +18,6 @@ REFUSED = {
     "mcp_servers": "connect to the servers in the client, and send their tools as `tools`",
     "compaction": "leave it out: send a shorter history",
     "fallbacks": "leave it out: one model is served",
-    "kv_transfer_params": "leave it out: the prompt is computed here",
 }
 """Fields without which an answer would be wrong, with what to do instead."""
 

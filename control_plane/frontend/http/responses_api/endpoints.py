@@ -71,8 +71,12 @@ def add_responses(
         # A client's name may come twice, and would take the place of what is kept.
         is_own = not headers.get(REQUEST_ID_HEADER)
         name = store.new_id(http_request.state.request_id if is_own else "")
-        user, salt = request.user or "", chat.cache_salt
-        origin = origin_of(headers, keys, path, user, chat.priority, salt)
+        user, salt, remote = request.user or "", chat.cache_salt, http_request.state.remote_blocks
+        if remote is not None and request.background:
+            # Blocks that nobody has read yet are freed as the call ends.
+            sentence = "background is true; with kv_transfer_params it must be false"
+            raise ApiError(sentence, "background")
+        origin = origin_of(headers, keys, path, user, chat.priority, salt, remote)
         asked, new_parser = await chat_request(chat, model, name, origin, as_chat.hidden)
         # Behind all waiting, so that many requests at once cannot pass its limit.
         is_kept = store.keeps(request)

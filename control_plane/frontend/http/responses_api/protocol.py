@@ -23,7 +23,6 @@ REFUSED = {
     "max_tool_calls": "leave it out: the client runs the tools",
     "moderation": "leave it out",
     "image": "leave it out",
-    "kv_transfer_params": "leave it out: the prompt is computed here",
     "top_logprobs": "leave it out: /v1/chat/completions has log probabilities",
 }
 """Fields without which an answer would be wrong, with what to do instead."""

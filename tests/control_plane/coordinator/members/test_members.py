@@ -52,7 +52,7 @@ def test_members_join_when_the_last_instance_has_dialled():
 def test_a_prefill_that_dials_later_joins_the_term_that_serves():
     cluster = Cluster()
     cluster.attach(FIRST, SECOND, PREFILL)
-    assert cluster.kinds(PREFILL) == [Join] and cluster.events == [PrefillArrived()]
+    assert cluster.kinds(PREFILL) == [Join] and cluster.events == [PrefillArrived(PREFILL)]
 
 
 def test_with_synthetic_kv_there_is_no_prefill():
@@ -207,7 +207,7 @@ def test_a_lost_prefill_is_replaced_without_a_new_term():
     assert PREFILL not in cluster.members.attached
     cluster.attach(PREFILL)
     assert cluster.kinds(PREFILL) == [Join] and cluster.kinds(FIRST) == []
-    assert cluster.events == [PrefillArrived()]
+    assert cluster.events == [PrefillArrived(PREFILL)]
 
 
 def test_a_prefill_that_is_not_seen_dead_ends_the_term_whose_rings_it_may_write():
@@ -233,7 +233,7 @@ def test_a_prefill_that_does_not_come_back_in_time_ends_the_cluster_but_no_runni
     cluster = running(LimitsConfig(recovery_timeout_ms=50))
     cluster.exited(PREFILL, 0, "its process ended")
     cluster.wait(60)
-    assert cluster.events == [PrefillLost()]
+    assert cluster.events == [PrefillLost(PREFILL)]
 
 
 def test_a_process_that_cannot_be_started_ends_the_cluster():

@@ -277,7 +277,6 @@ def test_the_devices_id_is_the_tenant():
         ({"mcp_servers": [{}]}, "^mcp_servers is not supported; connect"),
         ({"compaction": {"a": 1}}, "^compaction is not supported; leave it out: send a shorter"),
         ({"fallbacks": [{}]}, "^fallbacks is not supported; leave"),
-        ({"kv_transfer_params": {"do": 1}}, "^kv_transfer_params is not supported; leave it out"),
         ({"tools": [{"name": "a"}]}, "^tools.0 must have a name and an input_schema"),
         ({"tools": [{"name": "a", "input_schema": {}}] * 2}, "^tools.1.name is 'a'; another"),
         ({"messages": [{"role": "assistant", "content": "a"}], "thinking": {"type": "adaptive"}},
@@ -304,7 +303,7 @@ def test_a_refusal_names_the_field_and_what_to_send(fields, sentence):
 
 
 def test_fields_that_ask_for_nothing_are_ignored():
-    empty = dict.fromkeys(("thread", "container", "mcp_servers", "kv_transfer_params"))
+    empty = dict.fromkeys(("thread", "container", "mcp_servers"))
     chat = chat_of(ASK | empty | {"context_management": {"edits": []}, "safeguards": {"a": 1}})
     assert not MessagesRequest(**ASK, stream=None, tool_choice={
         "type": "auto", "disable_parallel_tool_use": None}).stream  # fmt: skip

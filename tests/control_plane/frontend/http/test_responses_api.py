@@ -355,7 +355,6 @@ def test_tokens_of_the_input_are_counted(service, client):
         ({"max_tool_calls": 1}, "max_tool_calls", "leave it out"),
         ({"moderation": {"model": "m"}}, "moderation", "leave it out"),
         ({"image": {"context_compression": "enabled"}}, "image", "leave it out"),
-        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "leave it out"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"include": ["message.output_text.logprobs"]}, "include", "leave it out"),
         ({"top_logprobs": 2}, "top_logprobs", "leave it out"),
