@@ -93,6 +93,8 @@ class Coordinator:
         """
         self._num_owed += num_answers
         if self._num_owed == 0:
+            if self.transfers is not None:
+                self.transfers.held.resubmitted()
             self.happened(Resubmitted())
 
     def take_up(self, event: MembersEvent) -> None:
@@ -114,6 +116,8 @@ class Coordinator:
                 self.flights.begin_term(event.seats, event.keeps_rows)
         self.happened(event)
         if isinstance(event, Regrouped) and not event.keeps_rows:
+            if self.transfers is not None:
+                self.transfers.held.interrupted()
             self.owe(self._front_end.interrupted())
 
     def reported(self, member: Member, report: Report) -> None:

@@ -16,6 +16,8 @@ class HeldBlocks:
         self._held: dict[int, RemoteBlocks] = {}
         self._pulled: set[int] = set()
         """Requests with a ticket of the puller in this attempt."""
+        self._unsure: set[int] = set()
+        """Requests of an ended term, until they are submitted again."""
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._held
@@ -24,6 +26,7 @@ class HeldBlocks:
         """Keep the blocks of a request that was submitted, as often as it is."""
         self._held[request_id] = blocks
         self._pulled.discard(request_id)
+        self._unsure.discard(request_id)
         self._members.send(PULLER, HoldBlocks(request_id, blocks))
 
     def pull(self, request_id: int) -> None:
@@ -36,15 +39,20 @@ class HeldBlocks:
             self.release(request_id)
 
     def release(self, request_id: int) -> None:
-        """Let the engine free them: the request has ended, or takes its KV from elsewhere."""
-        if request_id in self._held:
-            self.forget(request_id)
+        """Let the engine free them: the request has its KV, takes it from elsewhere, or has ended."""
+        if self._held.pop(request_id, None) is not None:
+            self._pulled.discard(request_id)
             self._members.send(PULLER, ReleaseBlocks(request_id))
 
-    def forget(self, request_id: int) -> None:
-        """Note that the puller has released them, since all pages have arrived."""
-        self._held.pop(request_id, None)
-        self._pulled.discard(request_id)
+    def interrupted(self) -> None:
+        """Every open request will be submitted again; one that has ended meanwhile will not."""
+        self._unsure = set(self._held)
+
+    def resubmitted(self) -> None:
+        """Release the blocks of those that were not submitted again."""
+        for request_id in self._unsure:
+            self.release(request_id)
+        self._unsure.clear()
 
     def refuse(self, blocks: RemoteBlocks) -> None:
         """Let the engine free blocks of a request that never was submitted."""

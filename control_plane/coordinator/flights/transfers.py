@@ -133,7 +133,7 @@ class Transfers:
             self.num_pages_awaited -= unanswered.num_pages
             self._members.send(unanswered.writer, PagesArrived(ticket))
             if unanswered.writer == PULLER and unanswered.request is not None:
-                self.held.forget(unanswered.request.transfer.request_id)
+                self.held.release(unanswered.request.transfer.request_id)
 
     @property
     def num_prefilling(self) -> int:

@@ -21,7 +21,7 @@ from control_plane.shell.controller import members_of
 from harness.hash_clusters.hash_model import NUM_EXPERTS
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join, Leave, Shutdown
-from nanocp.values.members import PREFILL, Beat, Envelope, Hello, Member, Peer, Ready, Said
+from nanocp.values.members import Beat, Envelope, Hello, Member, Peer, Ready, Said
 from nanocp.wire.members import TO_INSTANCE, TO_PREFILL
 
 _STEPS = (Leave, Join, Shutdown)
@@ -73,12 +73,12 @@ class HashCoordinator(Coordinator):
         self.changes: deque[MembersEvent] = deque()
         """What became of members and terms, to be taken up."""
         self._exits: deque[tuple[Member, int, str]] = deque()
-        self.prefill: int | None = None
-        """The number of the prefill's process that is to dial; None if it has dialled."""
-        self._prefill_number = 0
+        self.writers: dict[Member, int] = {}
+        """Of the prefill and the puller: the number of a process that is to dial."""
+        self._writer_numbers: dict[Member, int] = {}
         self.members.begin()
-        if PREFILL in self.members.expected:
-            self.dial_prefill()
+        for member in self.members.expected[num:]:
+            self.dial_writer(member)
 
     @property
     def has_windows(self) -> bool:
@@ -95,7 +95,9 @@ class HashCoordinator(Coordinator):
             full = [member for member, message in output.sends if not self._down(member, message)]
             for command in output.processes:
                 if isinstance(command, KillProcess):
-                    self.to_kill += [] if command.member == PREFILL else [command.member.instance]
+                    self.to_kill += (
+                        [] if command.member.instance is None else [command.member.instance]
+                    )
                     self.members.replacements.done(command, None)
                 else:
                     self.to_start.append(command)
@@ -110,10 +112,10 @@ class HashCoordinator(Coordinator):
     def _down(self, member: Member, envelope: Envelope | None) -> bool:
         """A message leaves for a member, encoded; returns False if its stream holds no more."""
         if envelope is not None:
-            codec = TO_PREFILL if member == PREFILL else TO_INSTANCE
+            codec = TO_PREFILL if member.instance is None else TO_INSTANCE
             envelope = codec.open(codec.seal(envelope))
             if not isinstance(envelope.message, _STEPS):
-                is_gone = member != PREFILL and member.instance not in self.attached
+                is_gone = member.instance is not None and member.instance not in self.attached
                 return is_gone or self._take_work(member, envelope)
         if member.instance in self.attached:
             self.inboxes[member.instance].append(envelope)
@@ -121,8 +123,8 @@ class HashCoordinator(Coordinator):
 
     def started(self, command: StartProcess, error: str | None) -> None:
         """A process was started, and will dial; or could not be."""
-        if command.member == PREFILL:
-            self.prefill = command.number
+        if command.member.instance is None:
+            self.writers[command.member] = command.number
         elif error is None:
             seat = command.member.instance or 0
             self.numbers[seat] = command.number
@@ -154,21 +156,20 @@ class HashCoordinator(Coordinator):
         except ValueError as error:
             self.die(seat, str(error))
 
-    @property
-    def has_prefill(self) -> bool:
-        """Whether the prefill's process lives, and has dialled."""
-        return PREFILL in self.members.attached and self.prefill is None
+    def living_writers(self) -> list[Member]:
+        """The prefill and the puller, if their process lives and has dialled."""
+        return [each for each in self._writer_numbers if each in self.members.attached]
 
-    def lose_prefill(self) -> None:
-        """The process of the prefill ends."""
-        self.members.exited(PREFILL, self._prefill_number, "it was ended by SIGKILL")
+    def lose_writer(self, member: Member) -> None:
+        """The process of the prefill or of the puller ends."""
+        self.members.exited(member, self._writer_numbers[member], "it was ended by SIGKILL")
 
-    def dial_prefill(self) -> None:
-        """The prefill's process dials, and is ready."""
-        self._prefill_number, self.prefill = self.prefill or self._prefill_number, None
-        self.members.attach(PREFILL)
+    def dial_writer(self, member: Member) -> None:
+        """The process of the prefill or of the puller dials, and is ready."""
+        self._writer_numbers[member] = self.writers.pop(member, 0)
+        self.members.attach(member)
         for said in (Ready(), Beat()):
-            self.members.heard(PREFILL, said, self.members.terms.number)
+            self.members.heard(member, said, self.members.terms.number)
 
     def heard(self, member: Member, said: Said, term: int) -> bool:
         """A process says something; returns whether it was a report of the present term."""

@@ -25,6 +25,7 @@ from harness.hash_clusters.hash_parts import Expected, Process, Unobserved
 from harness.hash_clusters.hash_terms import RegroupingCluster
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join
+from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import Token
 
@@ -142,9 +143,8 @@ class RecoveringCluster(RegroupingCluster):
             _, loop = random.choice(self.zombies)
             for _ in range(random.choice([1, 4, 30])):
                 next(loop)
-        elif draw < 0.2 and self.coordinator.prefill is not None:
-            self.coordinator.dial_prefill()
-            self._settle()
+        elif draw < 0.2 and (coming := self.coordinator.writers):
+            self._dial_writer(next(iter(coming)))
         elif draw < (0.25 if self.is_serving else 0.5) and (seats := self.coordinator.may_go_on()):
             self._go_on(random.choice(seats))
         else:
@@ -190,8 +190,11 @@ class RecoveringCluster(RegroupingCluster):
         timeout_us = 20_000 if self.random.random() < self.deadline_share else None
         (self.streams[request_id],) = self.front_end.submit(
             f"client {request_id}", prompt_ids, [Choice(params)],
-            Origin(self.random.choice([0, 0, 0, 1])), timeout_us,
+            self._origin(prompt_ids), timeout_us,
         )  # fmt: skip
+
+    def _origin(self, prompt_ids: list[int]) -> Origin:
+        return Origin(self.random.choice([0, 0, 0, 1]))
 
     def _known_prompts(self) -> dict[int, list[int]]:
         return self.known_ids
@@ -248,17 +251,26 @@ class RecoveringCluster(RegroupingCluster):
         living = sorted(self.coordinator.attached)
         if not living or not self._may_lose():
             return
-        if self.coordinator.has_prefill and random.random() < self.prefill_loss_share:
+        writers = self.coordinator.living_writers()
+        if writers and random.random() < self.prefill_loss_share:
             self.losses_left -= 1
             self.num_prefills_lost += 1
-            self.jobs.clear()
-            self.coordinator.lose_prefill()
-            self._settle()
+            self._lose_writer(random.choice(writers) if len(writers) > 1 else writers[0])
             return
         num = min(random.choice([1, 1, 1, 2, len(self.processes)]), len(living))
         self.losses_left -= 1
         for index in random.sample(living, num):
             self._lose(index)
+
+    def _lose_writer(self, member: Member) -> None:
+        if member == PREFILL:
+            self.jobs.clear()
+        self.coordinator.lose_writer(member)
+        self._settle()
+
+    def _dial_writer(self, member: Member) -> None:
+        self.coordinator.dial_writer(member)
+        self._settle()
 
     def _lose(self, index: int) -> None:
         random, process = self.random, self.processes[index]

@@ -151,9 +151,9 @@ def test_the_puller_keeps_blocks_from_submission_until_all_pages_have_arrived(me
     transfers.answered(1, 2)
     assert 1 in transfers.held
     transfers.answered(1, 3)
-    assert pulled(members) == [PagesArrived(1)]
+    assert pulled(members) == [PagesArrived(1), ReleaseBlocks(1)]
     transfers.held.release(1)
-    assert pulled(members) == [], "the puller has released them itself"
+    assert pulled(members) == []
 
 
 def test_blocks_of_which_nothing_is_needed_are_released_at_the_placement(members):

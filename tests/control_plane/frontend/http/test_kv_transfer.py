@@ -181,7 +181,7 @@ def test_a_resumed_answer_pulls_nothing(service, pool):
     }  # fmt: skip
     answer = pool.submit(service.post, "completions", body)
     submission = service.submitted()
-    service.instance.deliver(submission.request_id, 1, [5] * 15, FinishReason.LENGTH)
+    service.instance.deliver(submission.request_id, 1, [5] * 15, FinishReason.LENGTH, 1)
     assert submission.remote is None and answer.result().status_code == 200
     refused(service)
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.remote.attendance import Attendance
 from control_plane.ports.controller_interface import ControllerEvents, Submission
@@ -143,7 +142,7 @@ class FailoverCluster(RecoveringCluster):
         is_first = not caller.attempt
         timeout_us = 20_000 if is_first and self.random.random() < self.deadline_share else None
         (caller.stream,) = process.streams.submit(
-            caller.client_id, caller.prompt_ids, [choice], Origin(self.random.choice([0, 0, 0, 1])),
+            caller.client_id, caller.prompt_ids, [choice], self._origin(caller.prompt_ids),
             timeout_us,
         )  # fmt: skip
         caller.process = process
