@@ -73,11 +73,18 @@ class NixlEngine:
 
         kv: [layers, tokens, width] in place of what the model computes.
         """
-        return self._ask("prefill", list(token_ids), kv)
+        import torch
+
+        # Tensors would go by shared memory, which takes the processes' keys.
+        data = None if kv is None else kv.contiguous().view(torch.uint8).numpy()
+        return self._ask("prefill", list(token_ids), data)
 
     def kv(self, token_ids: list[int]) -> Any:
         """The prompt's KV in every layer of the model, [layers, tokens, width]."""
-        return self._ask("kv", list(token_ids))
+        import torch
+
+        data, dtype = self._ask("kv", list(token_ids))
+        return torch.from_numpy(data).view(getattr(torch, dtype))
 
     def free_blocks(self) -> int:
         """Logical blocks that no prompt has."""
@@ -274,7 +281,9 @@ class Server:
     # --- commands
 
     def prefill(self, token_ids: list[int], kv: Any) -> dict[str, Any]:
-        kv = self.kv(token_ids) if kv is None else kv
+        import torch
+
+        kv = self._kv(token_ids) if kv is None else torch.from_numpy(kv).view(self.dtype)
         num_tokens = len(token_ids)
         size = self.options.block_size * self.options.blocks_per_logical
         num_blocks = -(-num_tokens // size)
@@ -306,7 +315,12 @@ class Server:
             params["remote_registration_generation"] = self._generation
         return params
 
-    def kv(self, token_ids: list[int]) -> Any:
+    def kv(self, token_ids: list[int]) -> tuple[Any, str]:
+        import torch
+
+        return self._kv(token_ids).view(torch.uint8).numpy(), self.options.dtype
+
+    def _kv(self, token_ids: list[int]) -> Any:
         import torch
 
         from harness.exact.reference_prefill import prefill_pages
