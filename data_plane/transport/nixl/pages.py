@@ -11,6 +11,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -113,13 +114,31 @@ class NixlAgent:
         Raises ValueError if UCX has no way to the peer.
         """
         place = Place._make(_PLACE.unpack_from(grant))
+        return self.add_peer(grant[_PLACE.size :]), place._replace(is_gpu=bool(place.is_gpu))
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Load the metadata of any agent, and return its name.
+
+        Raises ValueError if UCX has no way to it.
+        """
+        known = self._bindings
+        refused = known.nixlBackendError, known.nixlNotFoundError, known.nixlMismatchError
         try:
-            peer = self._agent.add_remote_agent(grant[_PLACE.size :]).decode()
-        except (self._bindings.nixlBackendError, self._bindings.nixlNotFoundError) as error:
+            return str(self._agent.add_remote_agent(metadata).decode())
+        except (*refused, known.nixlInvalidParamError) as error:
             raise ValueError(
                 f"NIXL finds no way to the memory of another process ({error}): {_LEAVE_A_WAY}"
             ) from error
-        return peer, place._replace(is_gpu=bool(place.is_gpu))
+
+    def remove_peer(self, peer: str) -> None:
+        """Disconnect from a peer, which may be gone."""
+        with suppress(PeerLost):
+            self._call(self._agent.remove_remote_agent, f"the end of {peer}", -1, peer)
+
+    def notify(self, peer: str, text: str) -> None:
+        """Send a notification to a peer, which acknowledges none. Raises PeerLost."""
+        self._call(self._agent.send_notif, f"a notification to {peer}", -1, peer, text.encode())
+        self.progress()
 
     def progress(self) -> None:
         """Serve the peers' writes; takes a microsecond if there are none."""
@@ -135,6 +154,27 @@ class NixlAgent:
             for place in (local, remote)
         ]
         return self._call(self._agent.initialize_xfer, what, instance, "WRITE", *ends, peer)
+
+    def blocks(self, runs: Sequence[Sequence[int]], kind: str, peer: str = "") -> Any:
+        """Prepare memory for `prepare_read`: runs of blocks, which are numbered through all runs.
+
+        runs: of each the address, the bytes of a block, the device, the bytes from one block to the
+        next, the number of blocks. kind: DRAM or VRAM. peer: the memory's agent; empty: this one.
+        Raises PeerLost.
+        """
+        what = f"the memory of {peer or 'this process'}"
+        return self._call(
+            self._agent.prep_xfer_dlist, what, -1, peer, np.array(runs, np.uint64), kind
+        )
+
+    def prepare_read(self, local: Any, into: np.ndarray, remote: Any, blocks: np.ndarray) -> Any:
+        """Prepare a read of remote blocks into local ones, both by number [n] int32.
+
+        local, remote: of `blocks`. It is posted as a write. Raises PeerLost.
+        """
+        return self._call(
+            self._agent.make_prepped_xfer, "a read", -1, "READ", local, into, remote, blocks
+        )
 
     def post(self, write: Any, what: str, instance: int) -> None:
         """Begin a prepared write without waiting for its end.

@@ -1,0 +1,44 @@
+"""KV of layer 0, recomputed: the proof that an engine's blocks hold this prompt, in this layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.linear import TorchPacking
+from data_plane.model.norm import rms_norm
+from data_plane.model.rope import RopeTable
+from data_plane.model.weights import Progress, WeightLoader, open_tensors
+from data_plane.prefill.probe import kv_error
+
+
+class FirstLayer:
+    """The embedding and layer 0 up to its KV, which needs no other token than its own."""
+
+    def __init__(
+        self, checkpoint: Path, model: ModelConfig, dtype: torch.dtype, progress: Progress
+    ) -> None:
+        """Read these weights. Raises ValueError naming the checkpoint's fault."""
+        first = replace(model, num_layers=1, num_mtp_layers=0)
+        reader, shapes = open_tensors(checkpoint, first, range(0))
+        loader = WeightLoader(reader, first, dtype, range(0), shapes, progress, TorchPacking())
+        self._kind, self._norm_eps, self._dtype = first.attention, first.norm_eps, dtype
+        self._embedding = loader.embedding()
+        self._norm = loader.tensor("model.layers.0.input_layernorm.weight")
+        self._attention = self._kind.load(loader, f"model.layers.0.{first.names.attention}")
+        self._rope = RopeTable(first.rope, self._kind.rope_dim)
+
+    @torch.inference_mode()
+    def kv(self, token_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Compute the KV of tokens at their positions, [tokens, width]."""
+        x_TX = rms_norm(self._embedding[torch.tensor(token_ids)], self._norm, self._norm_eps)
+        return self._kind.inputs(x_TX, torch.tensor(positions), self._attention, self._rope)[1]
+
+    def error(self, found: Tensor, expected: Tensor) -> str | None:
+        """Return how far rows [tokens, width] are off, or None if they are those of `kv`."""
+        return kv_error(found.float(), expected.float(), self._dtype, is_first_layer=True)
