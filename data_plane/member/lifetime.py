@@ -1,4 +1,4 @@
-"""The start and end of a cluster's member, an instance or the prefill, with reports of failures."""
+"""The start and end of a cluster's member that is no node, with reports of failures."""
 
 from __future__ import annotations
 
@@ -80,13 +80,17 @@ class MemberSpec:
     """
     planner: str = ""
     """module:function of a configuration; makes the planner of a prefill's passes."""
+    is_puller: bool = False
+    """If so, it is no instance and no prefill."""
 
     @property
     def name(self) -> str:
         """The member's name for the controller and for operators."""
         if self.node is not None:
             return f"node {self.node}"
-        return "prefill" if self.instance is None else f"instance {self.instance}"
+        if self.instance is None:
+            return "puller" if self.is_puller else "prefill"
+        return f"instance {self.instance}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -145,7 +149,8 @@ def segments_of(spec: MemberSpec, term: Term) -> Segments:
     backend = spec.config.data_plane.exchange_backend
     server = None
     # Instances are reached from other nodes, and the prefill by engines that it probes.
-    is_reached = spec.instance is not None or bool(spec.config.prefill.engines)
+    is_prober = bool(spec.config.prefill.engines) and not spec.is_puller
+    is_reached = spec.instance is not None or is_prober
     if is_reached and backend != "shm":
         host = _own_address(spec.controller)
         try:

@@ -15,6 +15,7 @@ from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, Make, MemberSpec, SpareSpec, sentence
 from data_plane.member.node_streams import run_node_streams
 from data_plane.member.stage_runner import StageLoop
+from data_plane.prefill.pull.puller import run_puller
 from data_plane.prefill.staged_prefill import run_staged_prefill
 from data_plane.transport.shared_memory import sweep_stale
 from nanocp.logs import configure
@@ -31,6 +32,8 @@ def run_member(spec: MemberSpec, make: Make | None = None) -> None:
             run_instance(spec, make_loop=StageLoop)
         elif spec.instance is not None:
             run_instance(spec, make)
+        elif spec.is_puller:
+            run_puller(spec)
         elif spec.config.prefill.engines:
             # It probes engines with torch, which an instance without a model does not have.
             from data_plane.prefill.external_prefill import run_external_prefill

@@ -14,6 +14,7 @@ from of_drafts import OF_DRAFTS
 from of_layer import OF_LAYER
 from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
+from of_puller import OF_PULLER
 from of_resuming import OF_RESUMING
 from of_scheduling import OF_SCHEDULING
 from of_states import OF_STATES
@@ -261,6 +262,7 @@ MUTANTS = [
     *OF_DRAFTS,
     *OF_STATES,
     *OF_OFFLOAD,
+    *OF_PULLER,
     *OF_RESUMING,
     *OF_SCHEDULING,
     *OF_TCP,
