@@ -108,7 +108,9 @@ class Service:
         config = settled(config, served, controller_number)
         check_tls(config.service)
         self.cluster_id = cluster_id or secrets.token_hex(4)
-        self.metrics = Metrics(config.cluster, config.scheduler, config.prefill.engines)
+        vllm_model = served.limits.model if config.service.vllm_metrics else None
+        engines = config.prefill.engines
+        self.metrics = Metrics(config.cluster, config.scheduler, engines, vllm_model)
         self.launcher = launcher
         self._config = config
         self._served = served

@@ -15,6 +15,7 @@ from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.observe.metrics.requests import RequestMetrics
 from control_plane.observe.metrics.scheduling import SchedulingMetrics
 from control_plane.observe.metrics.stages import StageMetrics
+from control_plane.observe.metrics.vllm_names import VllmMetrics
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 
@@ -23,8 +24,13 @@ class Metrics:
     """The parts of the service's metrics."""
 
     def __init__(
-        self, cluster: ClusterConfig, scheduler: SchedulerConfig, engine_urls: tuple[str, ...] = ()
+        self,
+        cluster: ClusterConfig,
+        scheduler: SchedulerConfig,
+        engine_urls: tuple[str, ...] = (),
+        vllm_model: str | None = None,
     ) -> None:
+        """vllm_model: the model's name beside vLLM's names of metrics; None: without them."""
         # A _created series beside each counter and histogram would double them; nothing reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self.registry = CollectorRegistry()
@@ -39,3 +45,5 @@ class Metrics:
         self.engines = EngineMetrics(registry, engine_urls)
         self.recovery = RecoveryMetrics(registry)
         self.requests = RequestMetrics(registry, cluster.max_model_len)
+        if vllm_model is not None:
+            VllmMetrics(registry, lambda: self.scheduling.load, vllm_model)

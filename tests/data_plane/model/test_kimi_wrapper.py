@@ -23,7 +23,7 @@ def plain(models):
 
 @pytest.fixture
 def wrapped(plain, tmp_path):
-    """The same model as it is published: prefixed names, beside a tower's and a projector's."""
+    """A folder of that model as Kimi-K2.5 is published: its tensors beside those that see."""
     folder = shutil.copytree(plain, tmp_path / "wrapped")
     tensors = load_file(folder / "model.safetensors")
     tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
