@@ -275,7 +275,16 @@ def test_the_extra_of_the_service_brings_all_that_its_modules_import():
     modules = modules_of(
         [*PROJECT["dependencies"], *(line for name in EXTRAS.values() for line in extras[name])]
     )
-    optional = {"triton", "flash_mla", "deep_ep", "deep_gemm", "nixl_cu13", "triton_dist", "vllm"}
+    optional = {
+        "triton",
+        "flash_mla",
+        "deep_ep",
+        "deep_gemm",
+        "nixl_cu13",
+        "triton_dist",
+        "vllm",
+        "zmq",
+    }
     imported = {
         match.partition(".")[0]
         for package in PACKAGES

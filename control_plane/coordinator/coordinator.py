@@ -8,6 +8,7 @@ from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import MembersEvent, PrefillArrived, PrefillLost
+from control_plane.observe.kv_events import PageEvents
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.ports.controller_interface import ControllerEvents, Submission
 from nanocp.config.limits import LimitsConfig
@@ -54,6 +55,8 @@ class Coordinator:
         self.deadlines = Deadlines()
         self.wake: Callable[[], None] = lambda: None
         """Called when the scheduler could act now."""
+        self.page_events: PageEvents | None = None
+        """Tells routers of shared pages; None: nobody asks."""
         self._events: list[ServiceEvent] = []
         self._submitted: dict[int, Submission] = {}
         """Requests until their prompts are on the way to the prefill."""
@@ -82,6 +85,9 @@ class Coordinator:
         self._submitted[submission.request_id] = submission
         if submission.remote is not None and self.transfers is not None:
             self.transfers.held.hold(submission.request_id, submission.remote)
+        if self.page_events is not None:
+            prompt, salt = submission.prompt_ids, submission.salt
+            self.page_events.submitted(submission.arrival, prompt, salt)
         if submission.arrival.attempt:
             self._metrics.recovery.submitted_again()
         self.happened(submission.event(now_us))
@@ -190,6 +196,8 @@ class Coordinator:
         deadline_us = self.scheduler.next_deadline_us
         if deadline_us is not None:
             self.deadlines.start("scheduler", max(0, deadline_us - now_us) / 1e3, self.wake)
+        if self.page_events is not None:
+            self.page_events.planned(self.scheduler, plan.ended)
 
     def report_end(self, ended: Ended) -> None:
         """Inform the front end that a request has ended."""

@@ -22,6 +22,7 @@ from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import Facts
 from control_plane.coordinator.members.seats import SeatsNow
 from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.kv_events import open_page_events
 from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.ports.controller_interface import (
@@ -82,7 +83,7 @@ class Controller(ControllerInterface):
         """Make a controller; no port is open and no thread runs yet.
 
         processes: replaces lost members. make_flights, num_experts: see Coordinator. Raises
-        ValueError (policy) or OSError (event log).
+        ValueError (policy, endpoint of events) or OSError (event log).
         """
         self._config = config
         self._processes = processes
@@ -112,6 +113,7 @@ class Controller(ControllerInterface):
         )
         if event_log := self._event_log:
             metrics.recovery.num_unlogged = lambda: event_log.num_missing
+        coordinator.page_events = open_page_events(config.service)
         self._num_queued = 0
         """Submissions that the controller's thread has not taken."""
         self._lock = threading.Lock()
@@ -228,6 +230,8 @@ class Controller(ControllerInterface):
             self._thread.join(_THREAD_TIMEOUT_S)
         if self._event_log is not None:
             self._event_log.close()
+        if (page_events := self._coordinator.page_events) is not None:
+            page_events.close()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

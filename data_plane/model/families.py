@@ -354,11 +354,13 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
 }
-_ALSO_NAMED = {
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",  # reads pictures too
-    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
-}
+_ALSO_NAMED = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}
 """Published architecture -> the served row."""
+_WRAPPERS = {
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+}
+"""Published architecture that reads pictures too -> the row of its text_config."""
 _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     **dict.fromkeys((*LIMITS, "swiglu_limit", "swiglu_limits"), (None,)),
@@ -367,13 +369,30 @@ _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
 
 
 def text_fields(raw: Mapping[str, Any]) -> Fields:
-    """Read the fields of config.json; those of an inner text model come first."""
-    names, text = raw.get("architectures"), raw.get("text_config")
-    architecture = next((n for n in _ALSO_NAMED if isinstance(names, list) and n in names), None)
+    """Read the fields of config.json; those of a wrapper's text model come first.
+
+    Raises ValueError if a wrapper has no text_config, or one of another architecture.
+    """
+    served, names = _ALSO_NAMED | _WRAPPERS, raw.get("architectures")
+    architecture = next((n for n in served if isinstance(names, list) and n in names), None)
     if architecture is None:
         return Fields(raw)
-    own = {n: v for n, v in text.items() if v is not None} if isinstance(text, Mapping) else {}
-    return Fields({**raw, **own, "architectures": [_ALSO_NAMED[architecture]]})
+    row = served[architecture]
+    own: dict[str, Any] = {}
+    if architecture in _WRAPPERS:
+        text = Fields(raw).inner("text_config")
+        if text is None:
+            raise ValueError(
+                f"config.json: text_config is missing; {architecture} is read by its text model, "
+                f"{row}"
+            )
+        if row not in (inner := text.names("architectures") or [row]):
+            raise ValueError(
+                f"{text.where}: the architecture is {', '.join(inner)}; in {architecture} it must "
+                f"be {row}"
+            )
+        own = {name: value for name, value in raw["text_config"].items() if value is not None}
+    return Fields({**raw, **own, "architectures": [row]})
 
 
 def family_of(raw: Fields) -> Family:
@@ -387,7 +406,7 @@ def family_of(raw: Fields) -> Family:
         found = ", ".join(architectures) or f"none (model_type {raw.get('model_type')!r})"
         raise ValueError(
             f"config.json: the architecture is {found}; it must be "
-            f"{' or '.join((*FAMILIES, *_ALSO_NAMED))}"
+            f"{' or '.join((*FAMILIES, *_ALSO_NAMED, *_WRAPPERS))}"
         )
     for field_name, allowed in (_SUPPORTED_OF_ALL | dict(FAMILIES[name].supported)).items():
         if allowed and (value := raw.get(field_name, allowed[0])) not in allowed:

@@ -26,6 +26,8 @@ _OTHER_FORMS = (".qweight", ".weight_packed", ".weight_scale")
 """Suffixes of weights by AWQ, GPTQ, compressed-tensors and ModelOpt."""
 _EXPERT = re.compile(r"(.*experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 """One expert's weight, perhaps a part of one tensor of all experts."""
+_WRAPPED = ((r"^model\.", "model.language_model."), ("^", "language_model."))
+"""Beginnings of a text model's names, and what they are in models that read pictures too."""
 _NAMED = 4
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -211,11 +213,10 @@ class SafetensorsReader:
         """Return a tensor's name in the folder; Kimi-Linear and Qwen3.5 have several."""
         if name in self._file_of:
             return name
-        inner = re.sub(r"^model\.", "model.language_model.", name)
-        others = [name.replace(".mlp.", ".block_sparse_moe."), inner]
+        others = [name, name.replace(".mlp.", ".block_sparse_moe.")]
         if part := _EXPERT.fullmatch(name):
-            fused = f"{part[1]}{'down' if part[3] == 'down' else 'gate_up'}_proj"
-            others += [fused, re.sub(r"^model\.", "model.language_model.", fused)]
+            others.append(f"{part[1]}{'down' if part[3] == 'down' else 'gate_up'}_proj")
+        others += [re.sub(text, inner, other) for text, inner in _WRAPPED for other in others]
         return next((other for other in others if other in self._file_of), name)
 
     def _header(self, file_name: str) -> dict[str, _Entry]:

@@ -85,6 +85,15 @@ class ServiceConfig:
     otlp_traces_endpoint: str = ""
     """OpenTelemetry collector for a trace of each request, by OTLP over gRPC, such as
     http://localhost:4317. Empty: no traces. It needs `pip install '.[otel]'`."""
+    kv_events: str = ""
+    """ZMQ endpoint that publishes events of cached pages to routers, as vLLM does, such as
+    tcp://*:5557. Whoever reaches it reads the token ids of prompts. Empty: none. It needs `pip
+    install '.[kv_events]'`."""
+    kv_events_topic: str = "kv-events"
+    """Topic of these events; llm-d takes kv@ADDRESS:PORT@MODEL, those of this service."""
+    vllm_metrics: bool = False
+    """/metrics also has vLLM's names of what routers read, with the labels model_name and engine,
+    which is 0."""
     check_invariants: bool = False
     """Check the scheduler's whole state while no window is in flight, for tests; a fault ends the
     service."""
@@ -124,6 +133,10 @@ class ServiceConfig:
             re.fullmatch(r"(https?://[^/\s]+/?)?", self.otlp_traces_endpoint) is not None,
             f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
             "http://localhost:4317",
+        )
+        require(
+            re.fullmatch(r"(tcp://\S+:[1-9]\d*|ipc://\S+)?", self.kv_events) is not None,
+            f"kv_events is {self.kv_events!r}; it must be a ZMQ endpoint such as tcp://*:5557",
         )
         require(
             all(

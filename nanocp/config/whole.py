@@ -170,6 +170,8 @@ def _refusals(config: Config) -> Iterator[str]:
         yield (
             "kv_offload is on, and scheduler.offload_file_pages is set without kv_offload.file_dir"
         )
+    if config.service.kv_events and not scheduler.prefix_sharing:
+        yield "service.kv_events is set, and scheduler.prefix_sharing is off: no page is shared"
     for what, is_on, refusals in (
         ("cluster.layout is pipeline", cluster.layout == "pipeline", _of_pipeline),
         ("service.controller_process is true", config.service.controller_process, _of_controller),

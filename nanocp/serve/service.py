@@ -108,7 +108,8 @@ class Service:
         config = settled(config, served, controller_number)
         check_tls(config.service)
         self.cluster_id = cluster_id or secrets.token_hex(4)
-        self.metrics = Metrics(config.cluster, config.scheduler, config.prefill)
+        vllm_model = served.limits.model if config.service.vllm_metrics else None
+        self.metrics = Metrics(config.cluster, config.scheduler, config.prefill, vllm_model)
         self.launcher = launcher
         self._config = config
         self._served = served
@@ -429,4 +430,5 @@ class Service:
             node=number if member.kind == "node" else None,
             carrier=carrier,
             planner=PREFILL_PLANNER if member == PREFILL else "",
+            is_puller=member == PULLER,
         )

@@ -15,6 +15,7 @@ from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.observe.metrics.requests import RequestMetrics
 from control_plane.observe.metrics.scheduling import SchedulingMetrics
 from control_plane.observe.metrics.stages import StageMetrics
+from control_plane.observe.metrics.vllm_names import VllmMetrics
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -28,7 +29,9 @@ class Metrics:
         cluster: ClusterConfig,
         scheduler: SchedulerConfig,
         prefill: PrefillConfig | None = None,
+        vllm_model: str | None = None,
     ) -> None:
+        """vllm_model: the model's name beside vLLM's names of metrics; None: without them."""
         # A _created series beside each counter and histogram would double them; nothing reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self.registry = CollectorRegistry()
@@ -43,3 +46,5 @@ class Metrics:
         self.engines = EngineMetrics(registry, prefill or PrefillConfig())
         self.recovery = RecoveryMetrics(registry)
         self.requests = RequestMetrics(registry, cluster.max_model_len)
+        if vllm_model is not None:
+            VllmMetrics(registry, lambda: self.scheduling.load, vllm_model)

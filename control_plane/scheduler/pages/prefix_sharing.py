@@ -24,6 +24,8 @@ class PrefixSharing:
         self.new_pages: list[tuple[int, int, bytes]] | None = None
         """(instance, frame, hash) of pages found first since `take_new_pages`; None: not
         recorded."""
+        self.stored: list[tuple[int, bytes]] | None = None
+        """(request, hash) of the same pages, for who follows them; None: not recorded."""
 
     @property
     def hit_rate(self) -> float:
@@ -63,7 +65,7 @@ class PrefixSharing:
             first_page = max(run.first_page, request.num_shared)
             end = min(run.first_page + run.num_pages, end_page)
             for page in range(first_page, end):
-                self._cache(run.instance, run.frame + page - run.first_page, hashes[page])
+                self._cache(request, page, run)
 
     def written_page(self, request: Request, page: int, is_over: bool) -> None:
         """Let others share a page that a row has filled.
@@ -71,15 +73,18 @@ class PrefixSharing:
         is_over: the request has ended, and its frames are still quarantined.
         """
         run = request.runs[request.run_of(page * PAGE_SIZE)]
-        frame = run.frame + page - run.first_page
-        self._cache(run.instance, frame, request.page_hashes[page], is_over)
+        self._cache(request, page, run, is_over)
 
     def _cache(
-        self, instance: int, frame: int, page_hash: bytes, is_quarantined: bool = False
+        self, request: Request, page: int, run: TargetRun, is_quarantined: bool = False
     ) -> None:
-        is_new = self._state.frames[instance].cache(frame, page_hash, is_quarantined)
-        if is_new and self.new_pages is not None:
-            self.new_pages.append((instance, frame, page_hash))
+        page_hash, frame = request.page_hashes[page], run.frame + page - run.first_page
+        if not self._state.frames[run.instance].cache(frame, page_hash, is_quarantined):
+            return
+        if self.new_pages is not None:
+            self.new_pages.append((run.instance, frame, page_hash))
+        if self.stored is not None:
+            self.stored.append((request.request_id, page_hash))
 
     def take_new_pages(self) -> list[tuple[int, int, bytes]]:
         """Return new (instance, frame, hash) of findable pages."""

@@ -71,6 +71,7 @@ class FrameLedger:
         "_len_at",
         "_start_before",
         "carries",
+        "dropped",
         "num_committed",
         "num_frames",
         "num_free",
@@ -87,6 +88,8 @@ class FrameLedger:
         self.num_quarantined = 0
         self.num_withheld: int | None = None
         """Frames that are free but withheld while the ledger is closed; None if it is open."""
+        self.dropped: list[bytes] | None = None
+        """Hashes of cached pages that were given up, for who follows them; None: not recorded."""
         self._len_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}  # frame after a run -> the run's start
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
@@ -249,7 +252,10 @@ class FrameLedger:
 
     def _drop_page(self) -> None:
         frame, _ = self._kept.popitem(last=False)
-        del self._frame_of[self._cached.pop(frame).page_hash]
+        page_hash = self._cached.pop(frame).page_hash
+        del self._frame_of[page_hash]
+        if self.dropped is not None:
+            self.dropped.append(page_hash)
         self._join_run(frame, 1)
 
     def _pages_in(self, runs: list[FrameRun]) -> Iterator[_CachedPage]:

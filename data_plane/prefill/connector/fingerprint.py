@@ -29,12 +29,14 @@ _FIELDS = (
 
 
 def fingerprint(folder: Path, dtype: str) -> dict[str, str]:
-    """Return the definition of KV, by name.
+    """Return the definition of KV, by name; of a text_config if there is one.
 
     dtype: of computed KV, float32 or bfloat16. Raises OSError or ValueError if config.json cannot
     be read.
     """
     config = json.loads((folder / "config.json").read_bytes())
+    if isinstance(text := config.get("text_config"), dict):
+        config |= text
     fields = {name: json.dumps(config.get(name), sort_keys=True) for name in _FIELDS}
     return {
         "layout": _HEADS if config.get("kv_lora_rank") is None else _LATENT,

@@ -59,9 +59,12 @@ def read_gauges(path: Path) -> RankGauges:
         raise ValueError(
             f"{path} is neither what /metrics answers nor a range query's JSON: {error!r:.200}"
         ) from error
+    # NanoCP's gauges by vLLM's names (service.vllm_metrics) are of all its ranks together.
+    is_ours = any(name.startswith("nanocp:") for name, *_ in samples)
     series: dict[float, dict[str, _Ranks]] = defaultdict(lambda: defaultdict(dict))
     for name, labels, at, value in samples:
-        if name in GAUGES and 0 <= value < inf:
+        is_whole = is_ours and name.startswith("vllm:")
+        if name in GAUGES and 0 <= value < inf and not is_whole:
             rank = "/".join(labels[label] for label in RANK_LABELS if label in labels)
             series[at][GAUGES[name]][rank] = value
     moments = [of for of in series.values() if len(of[ROWS]) > 1]

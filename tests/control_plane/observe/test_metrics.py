@@ -28,6 +28,7 @@ from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.scheduler.pages.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.services.drained_seat import drained_scheduler
+from harness.services.hash_service import CONFIG as SERVICE
 from harness.services.hash_service import generate, hash_service, prompt
 from harness.waits import until
 from nanocp.config.cluster import ClusterConfig
@@ -373,3 +374,40 @@ def test_the_page_has_each_row_of_the_table():
                 sample.labels.get(label) for sample in page[name].samples for label in row.labels
             }
             assert known >= {value for values in row.labels.values() for value in values}, name
+
+
+def test_routers_find_what_they_read_by_the_names_of_vllm():
+    metrics = Metrics(CLUSTER, SchedulerConfig(), vllm_model='a "b"\\c')
+    scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_max=1))
+    arrivals = [Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)]
+    scheduler.plan_window(arrivals, time.monotonic_ns() // 1000)
+    metrics.scheduling.planned(0.001, scheduler, has_window=False, num_prefilling=1)
+    families = text_string_to_metric_families(metrics_page(metrics.registry).decode())
+    found = {
+        sample.name: (sample.labels, sample.value)
+        for family in families
+        for sample in family.samples
+        if family.name.startswith("vllm:")
+    }
+    labels = {"model_name": 'a "b"\\c', "engine": "0"}
+    num_free = sum(load.frames_free for load in scheduler.requests.loads())
+    assert 0 < num_free < 16
+    assert found == {
+        "vllm:num_requests_running": (labels, 1),
+        "vllm:num_requests_waiting": (labels, 2),
+        "vllm:kv_cache_usage_perc": (labels, 1 - num_free / 16),
+        "vllm:cache_config_info": (labels | {"block_size": "64", "num_gpu_blocks": "16"}, 1),
+    }
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_service_has_the_names_of_vllm_on_both_ports_if_asked(is_on):
+    cluster = replace(SERVICE.cluster, num_instances=1)
+    ports = replace(SERVICE.service, vllm_metrics=is_on)
+    with hash_service(replace(SERVICE, cluster=cluster, service=ports)) as service:
+        pages = [scrape(service.metrics_address), scrape(service.http_address)]
+    for page in pages:
+        assert page["nanocp:num_requests_running",] == 0
+        names = {name.removeprefix("vllm:") for name, *_ in page if name.startswith("vllm:")}
+        both = {"num_requests_running", "num_requests_waiting"} if is_on else set()
+        assert names == both | ({"kv_cache_usage_perc", "cache_config_info"} if is_on else set())

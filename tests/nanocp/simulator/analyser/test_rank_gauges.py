@@ -36,6 +36,15 @@ def test_one_scrape(tmp_path, form):
     assert found.kv_free_while_waiting == found.one_waits_another_has_room == 0
 
 
+def test_names_of_vllm_in_a_page_of_ours_are_no_rank(tmp_path):
+    ours = scrape(ROWS).replace("vllm:num_requests_running", "nanocp:rows")
+    ours = ours.replace("vllm:kv", "nanocp:kv").replace("vllm:num_requests_waiting", "other")
+    (tmp_path / "ours").write_text(ours)
+    whole = "".join(f'vllm:{name}{{engine="0"}} 32\n' for name in ("num_requests_running", "x"))
+    (tmp_path / "both").write_text(ours + whole)
+    assert read_gauges(tmp_path / "both") == read_gauges(tmp_path / "ours")
+
+
 @pytest.mark.parametrize("at", ["", " 1764000000000"])
 def test_scrapes_one_behind_the_other(tmp_path, at):
     first = scrape(ROWS, waiting=(3, 0, 0, 0), at=at)
