@@ -39,7 +39,7 @@ class HeldBlocks:
             self.release(request_id)
 
     def release(self, request_id: int) -> None:
-        """Let the engine free them: the request has its KV, takes it from elsewhere, or has ended."""
+        """Let the engine free them: the request has its KV, needs none from there, or has ended."""
         if self._held.pop(request_id, None) is not None:
             self._pulled.discard(request_id)
             self._members.send(PULLER, ReleaseBlocks(request_id))

@@ -60,6 +60,8 @@ class ForkLauncher(ProcessLauncher):
             factories += "data_plane.prefill.external_prefill", served.probe_factory
         elif not config.prefill.synthetic_kv:
             factories.append(served.prefill_factory)
+        if config.prefill.pull.allowed:
+            factories.append(served.reader_factory)
         self._imports = [factory.partition(":")[0] for factory in factories]
 
     def _open(self, name: str, stdout: int | None) -> Any:
