@@ -231,6 +231,13 @@ def test_ranks_are_read_in_turn_and_all_are_told(models):
             remote.check(replace(blocks, tp_size=1))
 
 
+def test_a_heartbeat_arrives_before_anything_is_read(models):
+    with closing(Case(models(LATENT).path)) as case:
+        _, remote = case.held(prompt(40))
+        remote.notify("HB:a")
+        until(lambda: case.engine.heartbeats() == [(0, ["a"])])
+
+
 def test_heads_of_several_ranks_are_refused(models):
     with closing(Case(models(HEADS).path)) as case:
         blocks = blocks_of(case.engine.prefill(prompt(3)))
@@ -311,10 +318,10 @@ def test_an_engine_that_dies_is_noticed(models):
         ids = prompt(70)
         blocks, remote = case.held(ids)
         case.engine.kill()
-        with pytest.raises(ConnectionError, match="the engine at 127.0.0.1"):
+        with pytest.raises(ConnectionError, match="the engine at "):
             case.read(remote, blocks, ids)
         deadline = time.monotonic() + 30
-        with pytest.raises(ConnectionError, match="the engine at 127.0.0.1"):
+        with pytest.raises(ConnectionError, match="the engine at "):
             while time.monotonic() < deadline:
                 remote.notify("HB:a")
                 time.sleep(0.01)
@@ -350,14 +357,14 @@ def test_memory_that_nobody_registered_is_no_engine(latent):
     blocks = blocks_of(latent.engine.prefill(prompt(3)))
     latent.engine.set_fields(kv_caches_base_addr=[64, 4096])
     try:
-        with pytest.raises(ConnectionError, match="the engine at 127.0.0.1"):
+        with pytest.raises(ConnectionError, match="the engine at "):
             latent.reader.meet(blocks)
     finally:
         latent.engine.set_fields()
 
 
 def test_models_with_states_are_refused_at_the_start(models):
-    with pytest.raises(ValueError, match=r"prefill.pull.allowed is set, .* linear attention layers"):
+    with pytest.raises(ValueError, match=r"pull.allowed is set, .* linear attention layers"):
         build_reader(config_of(), models("tiny-qwen3-next, mini").path)
 
 
