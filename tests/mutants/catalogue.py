@@ -7,6 +7,7 @@ import of_fused
 import of_kernels
 import of_mixture
 import overlap
+import pulled_kv
 from mutant import Mutant as Mutant
 from mutant import seen_by
 from of_doors import OF_DOORS
@@ -274,5 +275,6 @@ MUTANTS = [
     *of_mixture.MUTANTS,
     *of_fused.MUTANTS,
     *connector.MUTANTS,
+    *pulled_kv.MUTANTS,
     *heads.MUTANTS,
 ]  # fmt: skip

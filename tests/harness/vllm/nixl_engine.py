@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.programs.forks import FORKS
 from nanocp.serve.process import free_port
+from nanocp.values.remote_blocks import RemoteBlocks
 
 _TURN_S = 0.0005
 _ANSWER_S = 120
@@ -129,6 +130,21 @@ class NixlEngine:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._pipe.close()
+
+
+def blocks_of(params: dict[str, Any]) -> RemoteBlocks:
+    """The blocks that kv_transfer_params name."""
+    return RemoteBlocks(
+        params["remote_engine_id"],
+        params["remote_request_id"],
+        tuple(params["remote_block_ids"][0]),
+        params["remote_host"],
+        params["remote_port"],
+        params["tp_size"],
+        params["remote_num_tokens"],
+        params["remote_prefill_cached_tokens"],
+        params.get("remote_registration_generation"),
+    )
 
 
 @dataclass

@@ -1,0 +1,45 @@
+"""Mutants of prompts' KV that is read from other engines."""
+
+from mutant import Mutant
+
+_READER = "data_plane/prefill/pull/reader.py"
+_TESTS = "tests/data_plane/prefill/pull/test_reader.py"
+
+MUTANTS = [
+    Mutant("pull-read-once", path=_READER, tests=(_TESTS, "-k", "during_the_read"),
+           why="a page has the layers of two prompts, since its block was written during the read",
+           text="if not torch.equal(areas[0, :num], areas[-1, :num]):", fault="if False:"),
+    Mutant("pull-unchecked", path=_READER, tests=(_TESTS, "-k", "used_again or lease_ended"),
+           why="pages are those of another prompt, which has the blocks since the lease ended",
+           text='error = layer.error(torch.stack(rows), expected) or ""', fault='error = ""'),
+    Mutant("pull-middle-unchecked", path=_READER, tests=(_TESTS, "-k", "used_again"),
+           why="a block that was used again is seen in the first and last page only",
+           text="if number in edges or position % min(self._size, PAGE_SIZE) == 0",
+           fault="if number in edges"),
+    Mutant("pull-late", path=_READER, tests=(_TESTS, "-k", "obstacle"),
+           why="a read that ended after the deadline is taken, if it ended at once",
+           text="if not goes_on():", fault="if sentence:"),
+    Mutant("pull-memory-shared", path=_READER, tests=(_TESTS, "-k", "leaves_its_memory_alone"),
+           why="a read that was given up writes into the pages of the next one",
+           text="self._reader.abandon(place)", fault="pass"),
+    Mutant("pull-dense-blocks", path=_READER, tests=(_TESTS, "-k", "every_page and large"),
+           why="blocks are taken to lie side by side, whatever their stride is",
+           text="memory.device_id, strides[each]", fault="memory.device_id, self._block_bytes"),
+    Mutant("pull-one-rank-told", path=_READER, tests=(_TESTS, "-k", "all_are_told"),
+           why="only the first rank of an engine frees the blocks",
+           text="for rank in self._ranks:\ntry:", fault="for rank in self._ranks[:1]:\n    try:"),
+    Mutant("pull-unconnected", path=_READER, tests=(_TESTS, "-k", "before_anything_is_read"),
+           why="heartbeats for a prompt that waits do not leave this process",
+           text="self._read(rank, place, np.zeros(1), np.zeros(1), str)", fault="pass"),
+    Mutant("pull-names-address", path=_READER, tests=(_TESTS, "-k", "was_checked_is_dialled"),
+           why="the name is resolved again for the connection, to another address",
+           text="shake_hands(address, blocks)", fault="shake_hands(blocks.host, blocks)"),
+    Mutant("pull-first-address", path="data_plane/prefill/pull/side_channel.py",
+           tests=(_TESTS, "-k", "never_dialled"),
+           why="a name with an address outside the allowed networks is dialled",
+           text="for address in found:", fault="for address in found[:1]:"),
+    Mutant("pull-order-of-names", path="data_plane/prefill/pull/kv_shape.py",
+           tests=("tests/data_plane/prefill/pull/test_side_channel.py", "-k", "their_numbers"),
+           why="layer 10 is read in the place of layer 2",
+           text="key=numbers.__getitem__", fault="key=names.__getitem__"),
+]  # fmt: skip
