@@ -28,7 +28,7 @@ from typing import Any
 from harness.hash_clusters import hash_offload
 from harness.hash_clusters.hash_recovery import RecoveringCluster
 from harness.hash_clusters.kinds import hash_drafts, hash_experts, hash_seeds, hash_states
-from harness.hash_clusters.losses import hash_recovery_seeds
+from harness.hash_clusters.losses import hash_pulls, hash_recovery_seeds
 from harness.hash_clusters.losses.hash_failover import FailoverCluster
 from harness.hash_clusters.losses.hash_operators import OperatedCluster
 from harness.hash_clusters.pipeline import hash_pipeline, hash_pipeline_losses
@@ -62,6 +62,7 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "pipeline": hash_pipeline.play, "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
     "pipeline-losses": hash_pipeline_losses.play, "between-nodes": play_between_nodes,
     "calls": nested_calls.play, "experts": hash_experts.play,
+    "pulls": hash_pulls.play, "pull-failovers": hash_pulls.play_failovers,
     "pipeline-losses-chaos": partial(hash_pipeline_losses.play, is_chaos=True),
 }  # fmt: skip
 """Such kinds too; each plays a seed."""

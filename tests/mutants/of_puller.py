@@ -8,7 +8,35 @@ HOLDS, CONNECTIONS, PULLER, RINGS = (
 _OF_HOLDS = ("tests/data_plane/prefill/pull/test_holds.py",)
 _OF_LOOP = "tests/data_plane/member/test_puller.py", "-k"
 
+_FLIGHTS = "control_plane/coordinator/flights"
+_OF_FLIGHTS = ("tests/control_plane/coordinator/flights/test_transfers.py",)
+_OF_PLAY = ("tests/hash_clusters/test_hash_pulls.py",)
+_DOOR = "control_plane/frontend/http/kv_transfer.py"
+_OF_DOOR = ("tests/control_plane/frontend/http/test_kv_transfer.py",)
+
 OF_PULLER = [
+    Mutant("held-forgotten", path=f"{_FLIGHTS}/held_blocks.py", tests=_OF_PLAY,
+           why="requests that ended with a term hold their blocks for ever",
+           text="for request_id in self._unsure: self.release(request_id)", fault="pass"),
+    Mutant("held-arrived", path=f"{_FLIGHTS}/transfers.py", tests=_OF_PLAY,
+           why="the blocks of a request that has its pages are never freed",
+           text="self.held.release(unanswered.request.transfer.request_id)", fault="pass"),
+    Mutant("held-shared", path=f"{_FLIGHTS}/held_blocks.py", tests=_OF_FLIGHTS,
+           why="blocks of which nothing is read are held until the request ends",
+           text="if request_id not in self._pulled: self.release(request_id)", fault="pass"),
+    Mutant("held-new-puller", path=f"{_FLIGHTS}/transfers.py", tests=_OF_FLIGHTS,
+           why="a new puller gets tickets of blocks that it does not hold",
+           text="if writer == PULLER: self.held.send_again()", fault="pass"),
+    Mutant("pull-fallback", path=f"{_FLIGHTS}/transfers.py", tests=_OF_FLIGHTS,
+           why="what is computed here after a failed read is cancelled at the puller",
+           text="unanswered.writer = PREFILL", fault="pass"),
+    Mutant("door-blocks-stay", path=_DOOR, tests=_OF_DOOR,
+           why="blocks of a request that is refused by its form are not freed",
+           text="request.state.remote_blocks = params.blocks()\nparams.check()",
+           fault="params.check()\nrequest.state.remote_blocks = params.blocks()"),
+    Mutant("door-many-blocks", path=_DOOR, tests=_OF_DOOR,
+           why="millions of block ids are looked at one by one",
+           text="if num_ids > limits.max_model_len:", fault="if False:"),
     Mutant("pull-free-read", path=HOLDS, tests=_OF_HOLDS,
            why="an engine is told to free blocks which are being read",
            text="if held.requests or held.num_reads:", fault="if held.requests:"),

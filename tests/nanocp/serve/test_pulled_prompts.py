@@ -7,6 +7,7 @@ import contextlib
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -57,9 +58,7 @@ def assert_exact(service, engine, oracle, prompts):
     """All at once."""
     params = [engine.prefill(ids) for ids in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(
-            pool.map(lambda each: asked(service, *each), zip(prompts, params, strict=True))
-        )
+        answers = list(pool.map(partial(asked, service), prompts, params))
     for ids, answer in zip(prompts, answers, strict=True):
         assert oracle.judge(ids, tokens_of(answer)).exact, len(ids)
 
