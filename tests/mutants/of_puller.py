@@ -6,7 +6,11 @@ HOLDS, CONNECTIONS, PULLER, RINGS = (
     f"data_plane/prefill/pull/{name}.py" for name in ("holds", "connections", "puller", "rings")
 )
 _OF_HOLDS = ("tests/data_plane/prefill/pull/test_holds.py",)
-_OF_LOOP = "tests/data_plane/member/test_puller.py", "-k"
+_OF_LOOP = (
+    "tests/data_plane/member/test_puller.py",
+    "tests/data_plane/member/test_puller_engines.py",
+    "-k",
+)
 
 OF_PULLER = [
     Mutant("pull-free-read", path=HOLDS, tests=_OF_HOLDS,
@@ -37,7 +41,8 @@ OF_PULLER = [
            text="self._holds.orphan(now)", fault="pass"),
     Mutant("pull-late", path=PULLER, tests=(*_OF_LOOP, "too_late or deadline"),
            why="a read goes on after the deadline, when the engine may have freed the blocks",
-           text='return _EXPIRED if self._clock() >= pull.held.deadline else ""', fault='return ""'),
+           text='return _EXPIRED if self._clock() >= pull.held.deadline else ""',
+           fault='return ""'),
     Mutant("pull-early-free", path=PULLER, tests=(*_OF_LOOP, "all_have_arrived"),
            why="blocks are freed once the pages are in the rings, and a lost instance costs them",
            text="pull.written_at = now  # A lost",

@@ -28,7 +28,7 @@ from data_plane.member.lifetime import (
 )
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.pull.connections import FORGET_S, Connections, Met, PulledEngine
-from data_plane.prefill.pull.holds import MAX_HOLDS, Held, Holds
+from data_plane.prefill.pull.holds import MAX_HOLDS, BlocksInUse, Holds
 from data_plane.prefill.pull.rings import PullRings
 from data_plane.transport.exchange import PeerLost, TermOver
 from nanocp.config.limits import LimitsConfig
@@ -66,7 +66,7 @@ class _Pull:
     transfer: Transfer
     token_ids: Sequence[int]
     blocks: RemoteBlocks
-    held: Held
+    held: BlocksInUse
     engine: PulledEngine
     since: float
     begun_at: float | None = None
