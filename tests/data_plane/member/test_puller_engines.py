@@ -246,6 +246,24 @@ def test_a_read_that_fails_is_told_and_only_a_broken_connection_is_forgotten(
         assert engine.freed() == []
 
 
+def test_a_read_that_ends_with_an_older_connection_leaves_the_new_one(link, engine, both):
+    engine.generation = 1
+    engine.may_read.clear()
+    with pulling(link, engine, PATIENT):
+        say(link, HoldBlocks(1, blocks("a", generation=1)), prefill(11))
+        until(lambda: now_of(link) and now_of(link).tokens_in_flight == 150)
+        engine.generation = 2
+        say(link, HoldBlocks(2, blocks("b", generation=2)))
+        until(lambda: engine.num_meetings == 2 and ["a", "b"] in engine.beats())
+        engine.failure = ConnectionError("the engine is met again")
+        engine.may_read.set()
+        until(lambda: failures(link))
+        engine.failure = None
+        say(link, prefill(12, 2))
+        assert_arrives(both, "b", 12)
+    assert engine.num_meetings == 2
+
+
 def test_a_shutdown_frees_every_block(link, engine, both):
     engine.may_read.clear()
     with pulling(link, engine, PATIENT):
