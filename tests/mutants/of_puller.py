@@ -6,7 +6,11 @@ HOLDS, CONNECTIONS, PULLER, RINGS = (
     f"data_plane/prefill/pull/{name}.py" for name in ("holds", "connections", "puller", "rings")
 )
 _OF_HOLDS = ("tests/data_plane/prefill/pull/test_holds.py",)
-_OF_LOOP = "tests/data_plane/member/test_puller.py", "-k"
+_OF_LOOP = (
+    "tests/data_plane/member/test_puller.py",
+    "tests/data_plane/member/test_puller_engines.py",
+    "-k",
+)
 
 _FLIGHTS = "control_plane/coordinator/flights"
 _OF_FLIGHTS = ("tests/control_plane/coordinator/flights/test_transfers.py",)
@@ -84,6 +88,10 @@ OF_PULLER = [
            why="the client is told that a server's fault is the client's",
            text="self._give_up(pull, str(error), isinstance(error, ValueError))",
            fault="self._give_up(pull, str(error), True)"),
+    Mutant("pull-older", path=PULLER, tests=(*_OF_LOOP, "older_connection"),
+           why="a connection is given up since a read ended with the one before it",
+           text="isinstance(error, ConnectionError) and pull.engine.remote is pull.remote",
+           fault="isinstance(error, ConnectionError)"),
     Mutant("pull-dial", path=CONNECTIONS, tests=(*_OF_LOOP, "thousand"),
            why="every request dials an engine that is gone",
            text="if engine.is_being_met or now < engine.rest_until: return",

@@ -32,7 +32,7 @@ class PulledEngine:
     met_at: float = float("-inf")
     is_being_met: bool = False
     is_refused: bool = False
-    """Its problem is the client's or the operator's fault."""
+    """The problem is the client's or the operator's fault."""
     rest_until: float = float("-inf")
 
     def is_met(self, blocks: RemoteBlocks, since: float) -> bool:
@@ -46,7 +46,7 @@ class PulledEngine:
         return not is_older or self.met_at >= since
 
     def count(self, **more: float) -> None:
-        """Add to its counts."""
+        """Add to the counts."""
         summed = {name: getattr(self.now, name) + number for name, number in more.items()}
         self.now = self.now._replace(**summed)
 

@@ -34,7 +34,7 @@ class EngineAddress(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class BlocksInUse:
     """One set of blocks, until its last user has gone."""
 
     blocks: RemoteBlocks
@@ -51,8 +51,8 @@ class Holds:
         """lease_s: shortest time for which an engine keeps blocks without a heartbeat."""
         self._lease_s = lease_s
         self._blocks: dict[int, RemoteBlocks] = {}
-        self._held: dict[tuple[str, str], Held] = {}
-        self._at: dict[EngineAddress, dict[tuple[str, str], Held]] = {}
+        self._held: dict[tuple[str, str], BlocksInUse] = {}
+        self._at: dict[EngineAddress, dict[tuple[str, str], BlocksInUse]] = {}
         self._beat_at: dict[EngineAddress, float] = {}
         self._released: dict[tuple[str, str], None] = {}
         """The latest, oldest first."""
@@ -70,7 +70,7 @@ class Holds:
             return False
         if (held := self._held.get(blocks.key)) is None:
             deadline = now + self._lease_s - min(_MARGIN_S, self._lease_s / 2)
-            held = Held(blocks, -_NEVER if blocks.key in self._released else deadline)
+            held = BlocksInUse(blocks, -_NEVER if blocks.key in self._released else deadline)
             self._held[blocks.key] = held
             address = EngineAddress.of(blocks)
             self._at.setdefault(address, {})[blocks.key] = held
@@ -116,7 +116,7 @@ class Holds:
         for request_id in list(self._blocks):
             self.release(request_id)
 
-    def of(self, request_id: int) -> tuple[RemoteBlocks, Held] | None:
+    def of(self, request_id: int) -> tuple[RemoteBlocks, BlocksInUse] | None:
         """Return a request's blocks and their state; None: it holds none."""
         blocks = self._blocks.get(request_id)
         return None if blocks is None else (blocks, self._held[blocks.key])
@@ -137,11 +137,11 @@ class Holds:
         self._beat_at |= dict.fromkeys(due, now + self._lease_s / 6)
         return due
 
-    def to_renew(self, address: EngineAddress, now: float) -> list[Held]:
+    def to_renew(self, address: EngineAddress, now: float) -> list[BlocksInUse]:
         """Return an engine's blocks whose leases a heartbeat can renew now."""
         return [held for held in self._at.get(address, {}).values() if now < held.deadline]
 
-    def renewed(self, sets: Sequence[Held], now: float) -> None:
+    def renewed(self, sets: Sequence[BlocksInUse], now: float) -> None:
         """Note a heartbeat for these sets, sent now or later."""
         renewed_s = 2 / 3 * self._lease_s - min(_MARGIN_S, self._lease_s / 3)
         for held in sets:

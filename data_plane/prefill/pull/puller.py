@@ -28,7 +28,7 @@ from data_plane.member.lifetime import (
 )
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.pull.connections import FORGET_S, Connections, Met, PulledEngine
-from data_plane.prefill.pull.holds import MAX_HOLDS, Held, Holds
+from data_plane.prefill.pull.holds import MAX_HOLDS, BlocksInUse, Holds
 from data_plane.prefill.pull.rings import PullRings
 from data_plane.transport.exchange import PeerLost, TermOver
 from nanocp.config.limits import LimitsConfig
@@ -66,9 +66,11 @@ class _Pull:
     transfer: Transfer
     token_ids: Sequence[int]
     blocks: RemoteBlocks
-    held: Held
+    held: BlocksInUse
     engine: PulledEngine
     since: float
+    remote: Any = None
+    """The connection that is read."""
     begun_at: float | None = None
     written_at: float | None = None
     is_over: bool = False
@@ -288,11 +290,11 @@ class PullerLoop(MemberLoop):
 
     def _begin(self, pull: _Pull, now: float) -> None:
         self._holds.begin_read(pull.blocks)
-        self._reading, pull.begun_at, remote = pull, now, pull.engine.remote
+        self._reading, pull.begun_at, pull.remote = pull, now, pull.engine.remote
 
         def read() -> None:
             try:
-                self._copy_pages(pull, remote)
+                self._copy_pages(pull)
             except Exception as error:
                 self._inbox.put(_Read(pull, error))
             else:
@@ -300,12 +302,12 @@ class PullerLoop(MemberLoop):
 
         self._reads.submit(read)
 
-    def _copy_pages(self, pull: _Pull, remote: Any) -> None:
+    def _copy_pages(self, pull: _Pull) -> None:
         transfer, target_of = pull.transfer, pull.transfer.instances()
         obstacle = partial(self._obstacle, pull)
-        remote.check(pull.blocks)
+        pull.remote.check(pull.blocks)
         wanted = pull.blocks, pull.token_ids, transfer.num_tokens, tuple(target_of)
-        with contextlib.closing(remote.pages(*wanted, obstacle)) as pages:
+        with contextlib.closing(pull.remote.pages(*wanted, obstacle)) as pages:
             for page, num_tokens, payload in pages:
                 if problem := obstacle():
                     raise RuntimeError(problem)
@@ -327,7 +329,7 @@ class PullerLoop(MemberLoop):
     def _read(self, pull: _Pull, error: Exception | None, now: float) -> None:
         self._reading = None
         self._holds.end_read(pull.blocks)
-        if isinstance(error, ConnectionError):
+        if isinstance(error, ConnectionError) and pull.engine.remote is pull.remote:
             self._connections.lose(pull.engine, error, now)
         if pull.is_over:
             return

@@ -7,7 +7,8 @@ import pytest
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from harness.members.member_fakes import CLUSTER_ID, LIMITS
+from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link
+from harness.members.pulled_engines import Engine, rings
 
 
 @pytest.fixture
@@ -23,6 +24,26 @@ def writer(ring):
     writer = PageRingWriter(Segments(CLUSTER_ID), 0, LIMITS)
     yield writer
     writer.close()
+
+
+@pytest.fixture
+def link():
+    return Link()
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def both():
+    """A puller's rings at two instances in term 1."""
+    both = rings()
+    yield both
+    for ring in both:
+        ring.close()
+    unlink_cluster(CLUSTER_ID)
 
 
 @pytest.fixture

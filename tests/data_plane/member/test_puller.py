@@ -12,7 +12,6 @@ import pytest
 from data_plane.member.controller_link import ControllerLost
 from data_plane.member.lifetime import MemberSpec
 from data_plane.prefill.pull import puller as puller_module
-from data_plane.prefill.pull.connections import FORGET_S, MAX_ENGINES
 from data_plane.prefill.pull.puller import PullerLoop
 from data_plane.prefill.pull.rings import PullRings
 from data_plane.programs.process import run_member
@@ -20,15 +19,22 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from harness.members import pulled_engines
-from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link
+from harness.members.member_fakes import CLUSTER_ID, LIMITS
 from harness.members.pulled_engines import (
     LEASE_S,
+    PATIENT,
+    URL,
     Clock,
-    Engine,
+    assert_arrives,
     blocks,
-    payload_of,
+    failures,
+    now_of,
+    prefill,
     pulling,
+    refusals,
+    reports,
     rings,
+    say,
     taken,
 )
 from harness.waits import until
@@ -40,79 +46,14 @@ from nanocp.values.commands import (
     HoldBlocks,
     Join,
     PagesArrived,
-    PrefillRequest,
     RefuseBlocks,
     ReleaseBlocks,
     Shutdown,
 )
-from nanocp.values.members import Beat, BlocksRefused, EnginesNow, Envelope, Ready
-from nanocp.values.plan import TargetRun, Transfer, TransferFailed
+from nanocp.values.members import Beat, Envelope, Ready
+from nanocp.values.plan import TransferFailed
 from nanocp.wire.member_metadata import NAME
 from nanocp.wire.members import CONTROLLER, FROM_PREFILL, TO_PREFILL
-
-PATIENT = replace(LIMITS, exchange_timeout_ms=60_000)
-URL = "127.0.0.1:5600"
-EXPIRED = f"prefill failed: {URL}: {puller_module._EXPIRED}"
-
-
-@pytest.fixture
-def link():
-    return Link()
-
-
-@pytest.fixture
-def engine():
-    return Engine()
-
-
-@pytest.fixture
-def both():
-    """The rings of two instances in term 1."""
-    both = rings()
-    yield both
-    for ring in both:
-        ring.close()
-    unlink_cluster(CLUSTER_ID)
-
-
-def say(link, *messages, term=1):
-    for message in messages:
-        link.inbox.put(Envelope(message, term))
-
-
-def prefill(ticket, request_id=1, num_tokens=150):
-    """Ask for pages 0 and 1 at instance 0, and for page 2 at instance 1."""
-    targets = TargetRun(0, 2, 0, 0), TargetRun(2, 1, 1, 0)
-    return PrefillRequest(Transfer(ticket, request_id, num_tokens, targets), [7] * (num_tokens + 1))
-
-
-def reports(link, kind):
-    return [sent.message for sent in list(link.sent) if isinstance(sent.message, kind)]
-
-
-def failures(link):
-    return [(each.ticket, each.message) for each in reports(link, TransferFailed)]
-
-
-def refusals(link):
-    return [(each.request_id, each.message) for each in reports(link, BlocksRefused)]
-
-
-def now_of(link):
-    """The engine's state in the latest report."""
-    states = reports(link, EnginesNow)
-    return states[-1].engines[0] if states and states[-1].engines else None
-
-
-def expected(name, ticket):
-    sums = [int(payload_of(name, page)[0]) for page in range(3)]
-    return [(ticket, 0, 64, sums[0]), (ticket, 1, 64, sums[1])], [(ticket, 2, 22, sums[2])]
-
-
-def assert_arrives(both, name, ticket):
-    found = [], []
-    until(lambda: [f.extend(taken(r)) for f, r in zip(found, both, strict=True)] and found[1])
-    assert found == expected(name, ticket)
 
 
 def test_pages_go_to_their_instances_and_blocks_are_free_once_all_have_arrived(link, engine, both):
@@ -135,88 +76,6 @@ def test_pages_go_to_their_instances_and_blocks_are_free_once_all_have_arrived(l
         (12, "prefill failed: the request holds no blocks (at most 16384 requests do)")
     ]
     assert engine.freed() == ["a"] and not refusals(link)
-
-
-def test_blocks_of_a_request_that_waits_get_heartbeats_and_can_be_read_later(link, engine, both):
-    clock = Clock()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
-        until(lambda: engine.beats() and engine.beats()[-1] == ["a", "b"])
-        for number in range(12):
-            num_told = len(engine.told)
-            clock.forward_s = 6.0 * (number + 1)
-            say(link, CancelPrefill(1 << 40))
-            until(lambda: len(engine.told) > num_told)  # noqa: B023
-        assert all(each == ["a", "b"] for each in engine.beats()[-12:])
-        say(link, prefill(11))
-        assert_arrives(both, "a", 11)
-    assert not failures(link)
-
-
-def test_heartbeats_go_on_during_a_read(link, engine, both):
-    clock = Clock()
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        for forward_s in range(6, 66, 6):
-            num_beats = len(engine.beats())
-            clock.forward_s = forward_s
-            say(link, CancelPrefill(1 << 40))
-            until(lambda: len(engine.beats()) > num_beats)  # noqa: B023
-        engine.may_read.set()
-        assert_arrives(both, "a", 11)
-
-
-def test_nothing_is_read_after_the_deadline(link, engine, both):
-    """Also in the middle of a read, and by a prompt that only waits for another one's end."""
-    clock = Clock()
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
-        say(link, prefill(11), prefill(12, 2))
-        until(lambda: now_of(link) and now_of(link).tokens_in_flight == 300)
-        clock.forward_s = LEASE_S - 4.0  # the process was stopped
-        say(link, CancelPrefill(1 << 40))
-        until(lambda: len(failures(link)) == 2)
-        engine.may_read.set()
-        say(link, prefill(13))
-        until(lambda: len(failures(link)) == 3)
-        assert sorted(failures(link)) == [(11, EXPIRED), (12, EXPIRED), (13, EXPIRED)]
-        assert not engine.reads and not taken(both[0])
-        say(link, ReleaseBlocks(1), ReleaseBlocks(2))
-        until(lambda: engine.freed() == ["a", "b"])
-
-
-def test_a_page_that_comes_too_late_is_not_sent(link, engine, both):
-    clock = Clock()
-
-    def late(pages):
-        yield next(pages)
-        clock.forward_s = LEASE_S
-        yield from pages
-
-    engine.through = late
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        until(lambda: failures(link) == [(11, EXPIRED)])
-        assert [page for _, page, *_ in taken(both[0])] == [0]
-
-
-def test_a_lease_is_not_renewed_by_heartbeats_that_reach_nobody(link, engine, both):
-    clock = Clock()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")))
-        until(lambda: engine.beats() and now_of(link).is_up)
-        engine.is_up = False
-        for number in range(4):
-            clock.forward_s += 5.5
-            say(link, CancelPrefill(1 << 40))
-            until(lambda: engine.num_unreached == number + 1)  # noqa: B023
-        engine.is_up, clock.forward_s = True, 26.0
-        say(link, prefill(11))
-        until(lambda: failures(link) == [(11, EXPIRED)])
-        say(link, HoldBlocks(2, blocks("b")))
-        until(lambda: engine.beats()[-1] == ["b"])
 
 
 def test_a_release_ends_a_read_before_the_blocks_are_freed(link, engine, both):
@@ -258,137 +117,6 @@ def test_a_cancelled_pull_does_not_wait_for_its_ring(link, engine):
     finally:
         narrow[0].close()
         unlink_cluster(CLUSTER_ID)
-
-
-def test_blocks_of_two_requests_are_freed_after_the_second(link, engine, both):
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("a")), prefill(11))
-        assert_arrives(both, "a", 11)
-        say(link, PagesArrived(11), RefuseBlocks(blocks("a")), prefill(12, 2))
-        assert_arrives(both, "a", 12)
-        assert engine.freed() == []
-        say(link, ReleaseBlocks(2))
-        until(lambda: engine.freed() == ["a"])
-
-
-def test_refused_blocks_are_freed_at_once(link, engine, both):
-    """A request that comes with them later finds no KV."""
-    with pulling(link, engine, PATIENT):
-        say(link, RefuseBlocks(blocks("a")), RefuseBlocks(blocks("a")))
-        until(lambda: engine.freed() == ["a"])
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        until(lambda: failures(link) == [(11, EXPIRED)])
-        say(link, ReleaseBlocks(1), RefuseBlocks(blocks("b")))
-        until(lambda: engine.freed() == ["a", "b"])
-    assert engine.beats() == []
-
-
-def test_an_engine_that_is_gone_fails_its_prompts_and_is_met_again(link, engine, both):
-    clock = Clock()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        assert_arrives(both, "a", 11)
-        engine.is_up = False
-        say(link, HoldBlocks(2, blocks("b")), prefill(12, 2))
-        problem = f"prefill failed: {URL}: {URL} does not answer"
-        until(lambda: failures(link) == [(12, problem)])
-        until(lambda: not now_of(link).is_up and now_of(link).problem)
-        assert engine.num_closed == 1
-        engine.is_up = True
-        clock.forward_s = 1.5
-        say(link, prefill(13, 2))
-        assert_arrives(both, "b", 13)
-        until(lambda: now_of(link).is_up)
-    assert engine.num_meetings == 2
-
-
-def test_a_thousand_requests_dial_a_dead_engine_once_a_second(link, engine, both):
-    clock = Frozen()
-    engine.is_up = False
-    with pulling(link, engine, PATIENT, clock):
-        for number in range(1000):
-            say(link, HoldBlocks(number, blocks(f"p{number}")), prefill(number, number))
-        until(lambda: len(failures(link)) == 1000)
-        assert engine.num_meetings == 1
-        clock.forward_s += 1.5
-        say(link, *(prefill(number + 1000, number) for number in range(1000)))
-        until(lambda: len(failures(link)) == 2000)
-        assert engine.num_meetings == 2
-        say(link, *(ReleaseBlocks(number) for number in range(1000)), prefill(5000))
-        until(lambda: len(failures(link)) == 2001)
-        assert engine.num_meetings == 2 and not reports(link, BlocksRefused)
-
-
-class Frozen(Clock):
-    """A time that only the test puts forward."""
-
-    def __call__(self):
-        return 1000.0 + self.forward_s
-
-
-def test_what_cannot_be_read_is_refused_by_name(link, engine, both):
-    engine.bad_blocks["b"] = "remote_block_ids has 99, and the engine has 90 blocks"
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
-        until(lambda: refusals(link) == [(2, engine.bad_blocks["b"])])
-        say(link, prefill(12, 2))
-        until(lambda: len(refusals(link)) == 2)
-        say(link, HoldBlocks(3, blocks("b")))
-        until(lambda: refusals(link)[2:] == [(3, engine.bad_blocks["b"])])
-        say(link, prefill(11))
-        assert_arrives(both, "a", 11)
-        say(link, ReleaseBlocks(2), ReleaseBlocks(3))
-        until(lambda: engine.freed() == ["b"])
-    assert not failures(link) and engine.reads == {"a": 3}
-
-
-def test_an_engine_that_cannot_be_read_refuses_all_its_requests(link, engine):
-    engine.refusal = "remote_host is 10.0.0.1, which prefill.pull.allowed does not have"
-    engine.may_meet.clear()
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")), prefill(12, 2))
-        until(lambda: engine.num_meetings == 1)
-        engine.may_meet.set()
-        until(lambda: {request_id for request_id, _ in refusals(link)} == {1, 2})
-        say(link, HoldBlocks(3, blocks("c")))
-        until(lambda: 3 in {request_id for request_id, _ in refusals(link)})
-    assert {message for _, message in refusals(link)} == {engine.refusal}
-    assert not failures(link)
-
-
-def test_another_registration_needs_another_handshake(link, engine, both):
-    engine.generation = 1
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a", generation=1)), prefill(11))
-        assert_arrives(both, "a", 11)
-        engine.generation = 2
-        say(link, HoldBlocks(2, blocks("b", generation=2)), prefill(12, 2))
-        assert_arrives(both, "b", 12)
-        until(lambda: engine.num_closed == 1)
-        say(link, HoldBlocks(3, blocks("c", generation=1)), prefill(13, 3))
-        assert_arrives(both, "c", 13)
-        assert engine.num_meetings == 2
-        say(link, HoldBlocks(4, blocks("d", generation=9)), prefill(14, 4))
-        assert_arrives(both, "d", 14)
-    assert engine.num_meetings <= 4, "a handshake that does not help is not repeated for ever"
-
-
-@pytest.mark.parametrize(
-    ("error", "is_up"),
-    [(RuntimeError("page 1 has another prompt's KV"), True),
-     (ConnectionError("the read ended as ERR"), False)],
-    ids=["other KV", "NIXL"],
-)  # fmt: skip
-def test_a_read_that_fails_is_told_and_only_a_broken_connection_is_forgotten(
-    link, engine, both, error, is_up
-):
-    engine.failure = error
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        until(lambda: failures(link) == [(11, f"prefill failed: {URL}: {error}")])
-        until(lambda: now_of(link).num_failed == 1)
-        assert now_of(link).is_up == is_up
-        assert engine.freed() == []
 
 
 def test_a_ring_without_a_place_and_pages_that_do_not_arrive_fail_the_transfer(link, engine, both):
@@ -498,7 +226,7 @@ class Controller:
 
 
 def test_a_puller_process_goes_over_to_another_controller(free_port, cluster_id):
-    """Its blocks get heartbeats meanwhile."""
+    """The blocks get heartbeats meanwhile."""
     engine = pulled_engines.ENGINE
     pull = PullConfig(allowed=("127.0.0.0/8",), lease_s=12)
     config = Config(
@@ -529,36 +257,6 @@ def test_a_fault_of_the_puller_ends_the_member(link, engine):
     say(link, Join(), "nonsense")
     with closing(loop), pytest.raises(AssertionError, match="sent nonsense to a running puller"):
         loop.run()
-
-
-def test_a_shutdown_frees_every_block(link, engine, both):
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT):
-        for number in range(20):
-            say(link, HoldBlocks(number, blocks(f"p{number}")))
-        say(link, prefill(11), HoldBlocks(50, blocks("other", engine="unmet")))
-        until(lambda: now_of(link) and now_of(link).tokens_in_flight == 150)
-    assert sorted(engine.freed()) == sorted([*(f"p{number}" for number in range(20)), "other"])
-    until(lambda: engine.num_closed == 2)
-
-
-def test_engines_of_long_ago_are_forgotten(link, engine):
-    clock = Clock()
-    with pulling(link, engine, PATIENT, clock):
-        for number in range(MAX_ENGINES + 10):
-            host = replace(blocks(f"p{number}", engine=f"e{number}"), port=1000 + number)
-            say(link, HoldBlocks(number, host))
-        until(lambda: engine.num_meetings == MAX_ENGINES + 10)
-        until(lambda: len(reports(link, EnginesNow)[-1].engines) == MAX_ENGINES + 10)
-        say(link, *(ReleaseBlocks(number) for number in range(1, MAX_ENGINES + 10)))
-        until(lambda: len(engine.freed()) == MAX_ENGINES + 9)
-        until(lambda: len(reports(link, EnginesNow)[-1].engines) == MAX_ENGINES)
-        urls = [each.url for each in reports(link, EnginesNow)[-1].engines]
-        assert "127.0.0.1:1000" in urls, "it is in use"
-        clock.forward_s = FORGET_S + 1
-        say(link, CancelPrefill(1 << 40))
-        until(lambda: len(reports(link, EnginesNow)[-1].engines) == 1)
-        until(lambda: engine.num_closed == MAX_ENGINES + 9)
 
 
 def test_too_many_pulls_are_given_up_at_once(link, engine, both, monkeypatch):

@@ -5,24 +5,30 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import ShutdownRequested
+from data_plane.prefill.pull import puller
 from data_plane.prefill.pull.puller import PullerLoop
 from data_plane.prefill.pull.rings import PullRings
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
-from harness.members.member_fakes import CLUSTER_ID
-from harness.waits import WAIT_S
-from nanocp.values.commands import Join, Shutdown
-from nanocp.values.members import Envelope
+from harness.members.member_fakes import CLUSTER_ID, LIMITS
+from harness.waits import WAIT_S, until
+from nanocp.values.commands import Join, PrefillRequest, Shutdown
+from nanocp.values.members import BlocksRefused, EnginesNow, Envelope
+from nanocp.values.plan import TargetRun, Transfer, TransferFailed
 from nanocp.values.remote_blocks import RemoteBlocks
 
 PAGE_BYTES = 64
 LEASE_S = 30
+PATIENT = replace(LIMITS, exchange_timeout_ms=60_000)
+URL = "127.0.0.1:5600"
+EXPIRED = f"prefill failed: {URL}: {puller._EXPIRED}"
 
 
 def blocks(name, engine="engine", generation=None, num_tokens=200):
@@ -161,6 +167,52 @@ def pulling(link, engine, limits, clock=time.monotonic, lease_s=LEASE_S):
         finally:
             link.inbox.put(Envelope(Shutdown("enough")))
             done.result(WAIT_S)
+
+
+def say(link, *messages, term=1):
+    for message in messages:
+        link.inbox.put(Envelope(message, term))
+
+
+def prefill(ticket, request_id=1, num_tokens=150):
+    """Ask for pages 0 and 1 at instance 0, and for page 2 at instance 1."""
+    targets = TargetRun(0, 2, 0, 0), TargetRun(2, 1, 1, 0)
+    return PrefillRequest(Transfer(ticket, request_id, num_tokens, targets), [7] * (num_tokens + 1))
+
+
+def reports(link, kind):
+    return [sent.message for sent in list(link.sent) if isinstance(sent.message, kind)]
+
+
+def failures(link):
+    return [(each.ticket, each.message) for each in reports(link, TransferFailed)]
+
+
+def refusals(link):
+    return [(each.request_id, each.message) for each in reports(link, BlocksRefused)]
+
+
+def now_of(link):
+    """The engine's state in the latest report."""
+    states = reports(link, EnginesNow)
+    return states[-1].engines[0] if states and states[-1].engines else None
+
+
+def expected(name, ticket):
+    sums = [int(payload_of(name, page)[0]) for page in range(3)]
+    return [(ticket, 0, 64, sums[0]), (ticket, 1, 64, sums[1])], [(ticket, 2, 22, sums[2])]
+
+
+def assert_arrives(both, name, ticket):
+    found = [], []
+
+    def all_here():
+        for pages, ring in zip(found, both, strict=True):
+            pages += taken(ring)
+        return sum(map(len, found)) == 3
+
+    until(all_here)
+    assert found == expected(name, ticket)
 
 
 ENGINE = Engine()
