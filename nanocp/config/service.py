@@ -90,7 +90,7 @@ class ServiceConfig:
     tcp://*:5557. Whoever reaches it reads the token ids of prompts. Empty: none. It needs `pip
     install '.[kv_events]'`."""
     kv_events_topic: str = "kv-events"
-    """Topic of these events; llm-d takes kv@ADDRESS:PORT@MODEL, those of this service."""
+    """Topic of these events; llm-d takes kv@POD@MODEL, as it names them."""
     vllm_metrics: bool = False
     """/metrics also has vLLM's names of what routers read, with the labels model_name and engine,
     which is 0."""

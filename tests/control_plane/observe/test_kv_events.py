@@ -367,8 +367,15 @@ def test_endpoints(value):
     assert ServiceConfig(kv_events=value).kv_events == value
 
 
-def test_a_service_publishes_the_pages_of_its_prompts(endpoint):
-    ports = replace(SERVICE.service, kv_events=endpoint)
+def test_a_service_that_shares_no_page_has_no_events():
+    scheduler = replace(SERVICE.scheduler, prefix_sharing=False)
+    with pytest.raises(ValueError, match=r"kv_events is set, and .*: no page is shared"):
+        replace(SERVICE, scheduler=scheduler, service=ServiceConfig(kv_events="tcp://*:1"))
+
+
+@pytest.mark.parametrize("num_front_ends", [1, 2])
+def test_a_service_publishes_the_pages_of_its_prompts(endpoint, num_front_ends):
+    ports = replace(SERVICE.service, kv_events=endpoint, front_ends=num_front_ends)
     config = replace(SERVICE, service=ports)
     router, shared = Router(), prompt(200, 1)
     with hash_service(config) as service, subscribed(endpoint, "kv-events") as socket:
