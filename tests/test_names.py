@@ -154,7 +154,7 @@ RETIRED = [
 
 
 VLLMS_OWN = re.compile(
-    r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*|\bnum_spec_tokens\b|--mamba-\S+"
+    r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*|\bnum_spec_tokens\b|--mamba-\S+|\bssm_sizes\b"
 )
 """Modules and keys of vLLM, whose names are not ours to choose."""
 

@@ -1,8 +1,11 @@
-"""Start-up of the prefill: from a checkpoint folder to a stage that makes pages, or to a probe."""
+"""Start-up of the prefill: from a checkpoint folder to a stage, a probe or a reader."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +22,14 @@ from data_plane.model.weights import Progress, load_weights, say_nothing
 from data_plane.prefill.connector.fingerprint import fingerprint
 from data_plane.prefill.pages import begin_state, kv_before_experts, payload_of
 from data_plane.prefill.probe import KvProbe, probe_token_ids
+from data_plane.prefill.pull.first_layer import FirstLayer
+from data_plane.prefill.pull.kv_shape import KvShape
+from data_plane.prefill.pull.reader import EngineReader
 from data_plane.startup.memory_need import prefill_bytes
 from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.startup.stage import build_stage
 from data_plane.step.stage import CpuStageModel
+from data_plane.transport.nixl.pages import nixl_package
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
 from nanocp.values.passes import even_split, layers_of, prompt_passes
@@ -109,6 +116,34 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
         fp8_rank=kind.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None,
         page_bytes=size,
         states=states,
+    )
+
+
+def build_reader(
+    config: Config, checkpoint: Path, progress: Progress = say_nothing
+) -> EngineReader:
+    """Make the reader of prompts at other engines, with the weights that check what it reads.
+
+    Raises ValueError for a model that it cannot read, a fault of the checkpoint, or missing
+    packages.
+    """
+    if nixl_package() is None or find_spec("zmq") is None:
+        raise ValueError(
+            "prefill.pull.allowed is set, and NIXL or pyzmq is not installed: pip install '.[nixl]'"
+        )
+    model, dtype = model_of(config, checkpoint), torch_dtype(config.data_plane)
+    if model.delta is not None:
+        raise ValueError(
+            "prefill.pull.allowed is set, and the model has linear attention layers, whose states "
+            "are not read from other engines"
+        )
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
+    return EngineReader(
+        f"nanocp puller {socket.gethostname()} {os.getpid()}",
+        config.prefill.pull.allowed,
+        KvShape(model, dtype, fp8_rank),
+        FirstLayer(checkpoint, model, dtype, progress),
     )
 
 

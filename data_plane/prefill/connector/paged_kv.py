@@ -32,13 +32,16 @@ class PagedKv:
         """Return the payload of a page; tokens after num_tokens and absent layers are zero."""
         first, size = page * PAGE_SIZE, self._block_size
         end = first + num_tokens
-        here = list(blocks[first // size : -(-end // size)])
+        here: Any = list(blocks[first // size : -(-end // size)])
+        num = len(here) * size
+        if here == list(range(here[0], here[0] + len(here))):
+            here = slice(here[0], here[-1] + 1)  # a view, where the list would make a copy
         skipped = first % size
         wanted = self._page[:num_layers]
         for layer, kept in zip(self._layers, wanted, strict=False):
             begin = 0
             for part in layer:
-                rows = part[here].reshape(len(here) * size, -1)[skipped : skipped + num_tokens]
+                rows = part[here].reshape(num, -1)[skipped : skipped + num_tokens]
                 kept[:num_tokens, begin : begin + rows.shape[1]] = rows
                 begin += rows.shape[1]
         wanted[:, num_tokens:] = 0

@@ -24,14 +24,14 @@ from data_plane.prefill.pages import payload_of
 from data_plane.prefill.pull.first_layer import FirstLayer
 from data_plane.prefill.pull.kv_shape import KvShape
 from data_plane.prefill.pull.side_channel import EngineMemory, allowed_address, shake_hands
-from data_plane.transport.exchange import ExchangeError
+from data_plane.transport.exchange import ExchangeError, ExchangeTimeout
 from data_plane.transport.nixl.pages import NixlAgent, Place
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.remote_blocks import RemoteBlocks
 
 _STAGING_BYTES = 64 << 20
-_LIMIT_S = 30.0
-"""Longest time of one read."""
+_LIMIT_S = 10.0
+"""Longest time of one read, of at most _STAGING_BYTES."""
 
 
 class KvChanged(RuntimeError):
@@ -204,7 +204,7 @@ class RemoteEngine:
         """Yield (page, tokens in it, payload uint8) of each wanted page, ascending, checked.
 
         A payload is valid until the next. token_ids: of the prompt, num_tokens of which are wanted.
-        obstacle: asked between polls; a sentence ends the reading. Raises ConnectionError,
+        obstacle: asked after each read; a sentence ends the reading. Raises ConnectionError,
         KvChanged, ReadStopped.
         """
         shape, num_areas = self._reader.shape, self._num_layers + 1
@@ -313,6 +313,8 @@ class RemoteEngine:
             try:
                 self._read(rank, place, into.ravel(), remote.ravel(), obstacle)
             except ExchangeError as error:
+                if isinstance(error, ExchangeTimeout):
+                    self.close()
                 raise ConnectionError(f"{self._name}: {error}") from error
 
     def _read(
@@ -325,31 +327,21 @@ class RemoteEngine:
     ) -> None:
         """Read blocks by number into blocks of a place by number, and wait."""
         agent, what = self._reader.agent, f"{len(into)} blocks of {rank.peer} by NIXL"
-        sentence = ""
-
-        def goes_on() -> bool:
-            nonlocal sentence
-            sentence = obstacle()
-            return not sentence
-
+        size = self._block_bytes
         with self._lock:
             if self._is_closed:
                 raise ConnectionError(f"{self._name} is met again, or given up")
-            size = self._block_bytes
             run = (place.address, size, place.device, size, place.num_bytes // size)
             local = agent.blocks([run], place.kind)
             read = agent.prepare_read(
                 local, into.astype(np.int32), rank.blocks, remote.astype(np.int32)
             )
+            agent.post(read, what, -1)
             try:
-                agent.post(read, what, -1)
-                agent.finish(read, what, -1, goes_on, _LIMIT_S)
-            except ExchangeError:
-                # The read may go on.
+                agent.finish(read, what, -1, lambda: True, _LIMIT_S)
+            except ExchangeTimeout:
                 self._reader.abandon(place)
-                if not sentence:
-                    raise
-            else:
-                agent.discard(read)
-        if not goes_on():
+                raise
+            agent.discard(read)
+        if sentence := obstacle():
             raise ReadStopped(sentence)

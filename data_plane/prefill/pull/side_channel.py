@@ -38,7 +38,7 @@ class EngineMemory:
     """Tokens of a physical block."""
     physical_blocks_per_logical_kv_block: int
     ssm_sizes: tuple[int, int] = (0, 0)
-    """Of recurrent states."""
+    """Bytes of recurrent states in a block."""
     region_num_blocks: list[int] | None = None
     region_group_ids: list[int] | None = None
     region_names: list[str] | None = None

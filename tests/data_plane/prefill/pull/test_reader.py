@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from data_plane.attention.fp8_latent import quantise
+from data_plane.prefill.build import build_reader
 from data_plane.prefill.pull import reader as reading
 from data_plane.prefill.pull import side_channel
-from data_plane.prefill.pull.build import build_reader
 from data_plane.prefill.pull.reader import KvChanged, ReadStopped
 from harness.vllm.nixl_engine import NixlEngine, blocks_of
 from harness.waits import until
@@ -199,16 +199,26 @@ def test_an_obstacle_ends_the_reading(latent):
     latent.assert_right(latent.read(remote, blocks, ids), ids)
 
 
+def test_an_obstacle_that_came_during_the_last_read_counts(latent):
+    ids = prompt(100)
+    blocks, remote = latent.held(ids)
+    answers = iter(("", "late"))
+    with pytest.raises(ReadStopped, match="late"):
+        latent.read(remote, blocks, ids, obstacle=lambda: next(answers))
+
+
 def test_a_read_without_an_end_leaves_its_memory_alone(latent, monkeypatch):
     ids = prompt(100)
     blocks, remote = latent.held(ids)
     before = latent.reader.staging(0)[1]
-    agent = latent.reader.agent
-    monkeypatch.setattr(agent, "is_done", lambda *_: False)
-    with pytest.raises(ReadStopped, match="no"):
-        latent.read(remote, blocks, ids, obstacle=lambda: "no")
+    monkeypatch.setattr(latent.reader.agent, "is_done", lambda *_: False)
+    monkeypatch.setattr(reading, "_LIMIT_S", 0.01)
+    with pytest.raises(ConnectionError, match="the process is alive but took more than"):
+        latent.read(remote, blocks, ids)
     monkeypatch.undo()
-    latent.assert_right(latent.read(remote, blocks, ids), ids)
+    with pytest.raises(ConnectionError, match="met again, or given up"):
+        latent.read(remote, blocks, ids)
+    latent.assert_right(latent.read(latent.reader.meet(blocks), blocks, ids), ids)
     assert latent.reader.staging(0)[1].address != before.address
 
 
@@ -369,6 +379,6 @@ def test_models_with_states_are_refused_at_the_start(models):
 
 
 def test_missing_packages_are_named(models, monkeypatch):
-    monkeypatch.setattr("data_plane.prefill.pull.build.find_spec", lambda name: None)
+    monkeypatch.setattr("data_plane.prefill.build.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"NIXL or pyzmq is not installed: pip install"):
         build_reader(config_of(), models(LATENT).path)
