@@ -110,7 +110,7 @@ TO_INSTANCE = Codec(
 FROM_PREFILL = Codec(
     Loading, Beat, Ready, Suspect, Failure, TransferFailed, EnginesNow, BlocksRefused
 )
-"""Of the puller too, as TO_PREFILL."""
+"""Messages of the prefill and of the puller."""
 TO_PREFILL = Codec(
     Join, PrefillRequest, CancelPrefill, PagesArrived, HoldBlocks, ReleaseBlocks, RefuseBlocks,
     Shutdown,

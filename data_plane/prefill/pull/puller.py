@@ -268,6 +268,13 @@ class PullerLoop(MemberLoop):
             self._say(TransferFailed(transfer.ticket, f"prefill failed: {problem}"))
             return
         blocks, held = found
+        if blocks.num_tokens < transfer.num_tokens:
+            problem = (
+                f"the engine has computed {blocks.num_tokens} tokens of the prompt's "
+                f"{transfer.num_tokens + 1}: its tokenizer or chat template differs"
+            )
+            self._say(TransferFailed(transfer.ticket, f"prefill failed: {problem}"))
+            return
         engine = self._connections.of(blocks, now)
         token_ids = request.token_ids[: transfer.num_tokens]
         self._pulls[transfer.ticket] = _Pull(transfer, token_ids, blocks, held, engine, now)
