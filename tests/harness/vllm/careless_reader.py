@@ -1,6 +1,6 @@
 """A reader of engines' memory that believes whatever it reads: the control of its checks."""
 
-from data_plane.prefill.pull import build
+from data_plane.prefill import build
 from data_plane.prefill.pull.first_layer import FirstLayer
 
 
