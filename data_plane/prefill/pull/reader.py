@@ -207,6 +207,11 @@ class RemoteEngine:
         obstacle: asked after each read; a sentence ends the reading. Raises ConnectionError,
         KvChanged, ReadStopped.
         """
+        if num_tokens > blocks.num_tokens:
+            raise KvChanged(
+                f"{self._name} has {blocks.num_tokens} tokens of the prompt, and {num_tokens} are "
+                "wanted"
+            )
         shape, num_areas = self._reader.shape, self._num_layers + 1
         least = num_areas * (PAGE_SIZE // self._size + 2) * self._block_bytes
         staging, place = self._reader.staging(least)

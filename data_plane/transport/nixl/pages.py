@@ -122,7 +122,7 @@ class NixlAgent:
         Raises ValueError if UCX has no way to it.
         """
         known = self._bindings
-        refused = known.nixlBackendError, known.nixlNotFoundError, known.nixlMismatchError
+        refused = known.nixlNotFoundError, known.nixlBackendError, known.nixlMismatchError
         try:
             return str(self._agent.add_remote_agent(metadata).decode())
         except (*refused, known.nixlInvalidParamError) as error:

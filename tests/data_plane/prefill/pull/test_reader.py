@@ -277,6 +277,12 @@ def test_blocks_that_cannot_be_the_engines_are_refused(latent):
             remote.check(replace(blocks, **changes))
 
 
+def test_fewer_tokens_than_are_wanted_are_no_prompt(latent):
+    blocks, remote = latent.held(prompt(40))
+    with pytest.raises(KvChanged, match="has 40 tokens of the prompt, and 89 are wanted"):
+        latent.read(remote, blocks, prompt(90))
+
+
 def test_a_new_registration_is_met_again(models):
     with closing(Case(models(LATENT).path, generation=1)) as case:
         ids = prompt(70)
@@ -340,12 +346,13 @@ def test_an_engine_that_dies_is_noticed(models):
 FAULTS = {
     "block_strides": (None, "block_strides"),
     "num_blocks": ("many", "num_blocks"),
-    "block_lens": ([9] * 2, "block_lens of the engine's handshake is .* in torch.float32"),
+    "block_size": (0, "block_size, num_blocks, physical.* must be positive"),
+    "block_lens": ([9] * 2, "block_lens of the engine's handshake: .* in torch.float32"),
     "region_names": (["model.layers.0.attn", "model.layers.2.attn"], "layers from 0 to 1"),
     "region_group_ids": ([0, 1], "region_group_ids .* one group"),
     "region_mem_types": (["DRAM", "VRAM"], "region_mem_types"),
     "ssm_sizes": ([4, 8], "ssm_sizes .* no states"),
-    "dcp_size": (2, "dcp_size of the engine's handshake is 2; it must be 1"),
+    "dcp_size": (2, "dcp_size of the engine's handshake: 2; it must be 1"),
     "pcp_size": (2, "pcp_size"),
     "agent_metadata": (b"none", "NIXL finds no way"),
 }
