@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from control_plane.coordinator.flights.flights import Flights
+from control_plane.coordinator.flights.held_blocks import HeldBlocks
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import MembersEvent, PrefillArrived, PrefillLost
@@ -52,6 +53,7 @@ class Coordinator:
         self.flights = make_flights(self.members)
         self.scheduler = self.flights.scheduler
         self.transfers = self.flights.transfers
+        self.held = self.transfers.held if self.transfers else HeldBlocks(self.members)
         self.deadlines = Deadlines()
         self.wake: Callable[[], None] = lambda: None
         """Called when the scheduler could act now."""
@@ -83,8 +85,8 @@ class Coordinator:
     def submitted(self, submission: Submission, now_us: int) -> None:
         """Take a new request, or a later attempt of one."""
         self._submitted[submission.request_id] = submission
-        if submission.remote is not None and self.transfers is not None:
-            self.transfers.held.hold(submission.request_id, submission.remote)
+        if submission.remote is not None:
+            self.held.hold(submission.request_id, submission.remote)
         if self.page_events is not None:
             prompt, salt = submission.prompt_ids, submission.salt
             self.page_events.submitted(submission.arrival, prompt, salt)
@@ -99,8 +101,7 @@ class Coordinator:
         """
         self._num_owed += num_answers
         if self._num_owed == 0:
-            if self.transfers is not None:
-                self.transfers.held.resubmitted()
+            self.held.resubmitted()
             self.happened(Resubmitted())
 
     def take_up(self, event: MembersEvent) -> None:
@@ -122,8 +123,7 @@ class Coordinator:
                 self.flights.begin_term(event.seats, event.keeps_rows)
         self.happened(event)
         if isinstance(event, Regrouped) and not event.keeps_rows:
-            if self.transfers is not None:
-                self.transfers.held.interrupted()
+            self.held.interrupted()
             self.owe(self._front_end.interrupted())
 
     def reported(self, member: Member, report: Report) -> None:
@@ -173,8 +173,7 @@ class Coordinator:
                 num_cached = cached.get(placement.request_id, arrival.prompt_len - 1)
                 self._metrics.recovery.placed(arrival.attempt, arrival.prompt_len, num_cached)
                 self._front_end.placed(placement, num_cached)
-                if self.transfers is not None:
-                    self.transfers.held.placed(placement.request_id)
+                self.held.placed(placement.request_id)
             else:
                 self._metrics.scheduling.binding_changed()
                 self._front_end.placed(placement)
@@ -189,8 +188,7 @@ class Coordinator:
             self._front_end.preempted(preempted)
         for ended in plan.ended:
             self._submitted.pop(ended.request_id, None)
-            if self.transfers is not None:
-                self.transfers.held.release(ended.request_id)
+            self.held.release(ended.request_id)
             self.report_end(ended)
         self.deadlines.met("scheduler")
         deadline_us = self.scheduler.next_deadline_us

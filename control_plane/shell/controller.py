@@ -292,8 +292,7 @@ class Controller(ControllerInterface):
         self._call(self._coordinator.happened, AbortRequested(request_id))
 
     def refuse_blocks(self, blocks: RemoteBlocks) -> None:
-        if (transfers := self._coordinator.transfers) is not None:
-            self._call(self._shell.within, transfers.held.refuse, blocks)
+        self._call(self._shell.within, self._coordinator.held.refuse, blocks)
 
     def _take(self, submission: Submission) -> None:
         with self._lock:

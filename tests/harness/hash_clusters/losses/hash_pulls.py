@@ -224,7 +224,7 @@ class PullingCluster(RecoveringCluster):
                 self.events.append(refuse)
 
     def _refuse(self, blocks: RemoteBlocks) -> None:
-        self.coordinator.transfers.held.refuse(blocks)
+        self.coordinator.held.refuse(blocks)
         self._settle()
 
     # --- the judge
@@ -240,7 +240,7 @@ class PullingCluster(RecoveringCluster):
 
     def _check_end(self) -> None:
         super()._check_end()
-        held = self.coordinator.transfers.held
+        held = self.coordinator.held
         assert not held._held and not held._pulled, "a request holds blocks"
         self._notify()
         assert not self.holds._blocks and not self.holds._held and not self.holds._at
