@@ -145,7 +145,8 @@ def tokens_of(answer):
 @pytest.fixture(scope="module", params=MODELS)
 def pool(request, sources, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    with Pool(request.param, vllm_python(), sources, folder) as pool:
+    # What no notification frees stays for longer than a test waits, also on a machine that stalls.
+    with Pool(request.param, vllm_python(), sources, folder, lease_s=300) as pool:
         yield pool
 
 
