@@ -172,6 +172,8 @@ class Transfers:
         unanswered = self._unanswered.get(failed.ticket)
         if writer != PULLER or unanswered is None or unanswered.request is None:
             return failed
+        if unanswered.writer != PULLER:
+            return None  # A lost puller and the next one have both failed; it is computed by now.
         request = unanswered.request
         self.held.release(request.transfer.request_id)
         if not self._recomputes or PREFILL not in self._writers:

@@ -200,6 +200,15 @@ def test_without_a_prefill_what_cannot_be_read_fails(members):
     assert late.ticket == 3 and "nothing here computes prompts" in late.message
 
 
+def test_what_two_pullers_could_not_read_is_computed_once(members):
+    transfers = held(members)
+    started(transfers, [1])
+    transfers.prefill_arrived(PULLER)
+    for reason in ("said by the lost one", "said by the next one"):
+        assert transfers.failed(PULLER, TransferFailed(1, reason)) is None
+    assert members.taken() == [1]
+
+
 def test_with_on_failure_fail_engines_do_not_compute_what_cannot_be_read(members):
     transfers = held(members, recomputes=False)
     started(transfers, [1])
