@@ -389,7 +389,8 @@ class Service:
         if config.cluster.layout == "pipeline":
             num_layers = self._served.num_layers
             return PipelineFlights(config, members, num_layers, self.metrics.stages)
-        return DecodeFlights(config.cluster, config.scheduler, members, self.metrics)
+        recomputes = config.prefill.pull.on_failure == "recompute"
+        return DecodeFlights(config.cluster, config.scheduler, members, self.metrics, recomputes)
 
     def _factory(self, member: Member) -> str:
         if member == PULLER:

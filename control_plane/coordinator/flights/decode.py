@@ -33,14 +33,19 @@ class DecodeFlights(Flights):
     """The windows of a decode cluster; see flights.Flights for every method."""
 
     def __init__(
-        self, cluster: ClusterConfig, scheduler: SchedulerConfig, members: Members, metrics: Metrics
+        self,
+        cluster: ClusterConfig,
+        scheduler: SchedulerConfig,
+        members: Members,
+        metrics: Metrics,
+        recomputes: bool = True,
     ) -> None:
-        """Raises ValueError for an unknown policy."""
+        """recomputes: see Transfers. Raises ValueError for an unknown policy."""
         self.scheduler = Scheduler(cluster, scheduler)
         self._members = members
         self._metrics = metrics
         self._windows = WindowsInFlight(cluster.num_instances)
-        self.transfers: Transfers = Transfers(members, scheduler.num_drafts > 0)
+        self.transfers: Transfers = Transfers(members, scheduler.num_drafts > 0, recomputes)
         self.experts = expert_changes(cluster, members, metrics.experts)
 
     def __len__(self) -> int:

@@ -47,8 +47,12 @@ class _Unanswered:
 class Transfers:
     """The tickets of one cluster. Used from the controller's thread."""
 
-    def __init__(self, members: Members, has_drafts: bool = False) -> None:
-        """has_drafts: whether pages have KV of an MTP layer."""
+    def __init__(self, members: Members, has_drafts: bool = False, recomputes: bool = True) -> None:
+        """has_drafts: whether pages have KV of an MTP layer.
+
+        recomputes: whether the prefill computes what cannot be pulled.
+        """
+        self._recomputes = recomputes
         self._members = members
         self._has_drafts = has_drafts
         self._unanswered: dict[int, _Unanswered] = {}
@@ -168,9 +172,11 @@ class Transfers:
         unanswered = self._unanswered.get(failed.ticket)
         if writer != PULLER or unanswered is None or unanswered.request is None:
             return failed
+        if unanswered.writer != PULLER:
+            return None  # A lost puller and the next one have both failed; it is computed by now.
         request = unanswered.request
         self.held.release(request.transfer.request_id)
-        if PREFILL not in self._writers:
+        if not self._recomputes or PREFILL not in self._writers:
             return failed
         self._members.output.warn(f"request {request.transfer.request_id}: {failed.message}")
         unanswered.writer = PREFILL

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from control_plane.frontend.http.errors import ApiError
@@ -18,6 +18,7 @@ FIELD = "kv_transfer_params"
 _Natural = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
 _Name = Annotated[str, Field(min_length=1, max_length=512)]
+_Host = Annotated[str, Field(max_length=512, pattern=r"^[\w.:%-]+$")]
 
 
 class KvTransferParams(BaseModel):
@@ -25,9 +26,10 @@ class KvTransferParams(BaseModel):
 
     remote_engine_id: _Name
     remote_request_id: _Name
-    remote_block_ids: list[list[_Natural]]
+    # One mistake is enough: a hundred thousand would stop the event loop for seconds.
+    remote_block_ids: Annotated[list[Annotated[list[_Natural], FailFast()]], FailFast()]
     """For each group of layers."""
-    remote_host: _Name
+    remote_host: _Host
     remote_port: Annotated[_Positive, Field(lt=1 << 16)]
     remote_num_tokens: _Positive
     tp_size: Annotated[_Positive, Field(le=1024)] = 1
@@ -76,13 +78,13 @@ def remote_blocks_of(limits: ModelLimits) -> Callable[[Request], Awaitable[None]
             return
         body = await request.json()
         given = body.get(FIELD) if isinstance(body, dict) else None
-        if isinstance(given, dict) and (given.get("do_remote_decode") or given.get(_PREFILL)):
+        if isinstance(given, dict) and (given.get(_DECODE) or given.get(_PREFILL)):
             _check(request, given, body, limits)
 
     return check
 
 
-_PREFILL = "do_remote_prefill"
+_PREFILL, _DECODE = "do_remote_prefill", "do_remote_decode"
 
 
 def _check(request: Request, given: dict[str, Any], body: Any, limits: ModelLimits) -> None:
@@ -92,12 +94,13 @@ def _check(request: Request, given: dict[str, Any], body: Any, limits: ModelLimi
             "empty (docs/use/prefill.md)",
             FIELD,
         )
-    if given.get(_PREFILL) is not True or given.get("do_remote_decode"):
-        raise ApiError(
-            f"{FIELD}.{_PREFILL} is {given.get(_PREFILL)!r:.60}; it must be true, and "
-            "do_remote_decode false: this service decodes, and computes no prompt for others",
-            f"{FIELD}.{_PREFILL}",
-        )
+    for name, wanted in ((_PREFILL, True), (_DECODE, False)):
+        if (value := given.get(name, False)) is not wanted:
+            raise ApiError(
+                f"{FIELD}.{name} is {value!r:.60}; it must be {wanted}: this service decodes, and "
+                "computes no prompt for others",
+                f"{FIELD}.{name}",
+            )
     ids = given.get("remote_block_ids")
     if isinstance(ids, list) and not any(isinstance(each, list) for each in ids):
         ids = [ids]  # as engines wrote it before they had several groups

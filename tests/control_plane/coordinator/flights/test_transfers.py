@@ -124,9 +124,9 @@ def test_without_a_new_prefill_every_open_ticket_fails(members):
 BLOCKS = RemoteBlocks("engine", "cmpl-1", (4, 5, 6), "host", 5600, 1, 191)
 
 
-def held(members, expected=(PREFILL, PULLER), request_ids=(1,)):
+def held(members, expected=(PREFILL, PULLER), request_ids=(1,), recomputes=True):
     members.expected = expected
-    transfers = Transfers(members)
+    transfers = Transfers(members, recomputes=recomputes)
     for request_id in request_ids:
         transfers.held.hold(request_id, BLOCKS)
     members.pulled.clear()
@@ -198,6 +198,22 @@ def test_without_a_prefill_what_cannot_be_read_fails(members):
     assert pulled(members) == [1, ReleaseBlocks(1)]
     late = transfers.start(Transfer(3, 3, 190, TWO), Submission(Arrival(3, 191, 8), range(191)))
     assert late.ticket == 3 and "nothing here computes prompts" in late.message
+
+
+def test_what_two_pullers_could_not_read_is_computed_once(members):
+    transfers = held(members)
+    started(transfers, [1])
+    transfers.prefill_arrived(PULLER)
+    for reason in ("said by the lost one", "said by the next one"):
+        assert transfers.failed(PULLER, TransferFailed(1, reason)) is None
+    assert members.taken() == [1]
+
+
+def test_with_on_failure_fail_engines_do_not_compute_what_cannot_be_read(members):
+    transfers = held(members, recomputes=False)
+    started(transfers, [1])
+    assert transfers.failed(PULLER, TransferFailed(1, "no")) == TransferFailed(1, "no")
+    assert members.taken() == [] and pulled(members) == [1, ReleaseBlocks(1)]
 
 
 def test_a_late_failure_of_a_ticket_that_was_fenced_computes_nothing(members):

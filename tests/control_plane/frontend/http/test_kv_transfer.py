@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from control_plane.frontend.http.kv_transfer import KvTransferParams
 from harness.services.frontend_fakes import LIMITS, WAIT_S, running
 from harness.services.openai_service import MODEL
 from nanocp.values.plan import FinishReason
@@ -78,7 +80,7 @@ MISTAKES = {
     "remote_engine_id": [None, 7, "", "x" * 600, ["a"]],
     "remote_request_id": [None, 7, ""],
     "remote_block_ids": ["4", 4, [["4"]], [[4.5]], [[-1]], [[True]], [[1 << 31]], {"a": 1}],
-    "remote_host": [None, 1, ""],
+    "remote_host": [None, 1, "", "a b", "a\0b", "\x1b[2J", "[::1]", "a\n"],
     "remote_port": [None, "5600", 0, 65536, 5600.5, True],
     "remote_num_tokens": [None, "40", 0, -1],
     "tp_size": ["1", 0, 2000],
@@ -142,11 +144,15 @@ def test_blocks_of_a_request_with_another_mistake_are_freed(service, more):
     assert refused(service) == BLOCKS and service.controller.submissions.empty()
 
 
-def test_this_service_computes_no_prompts_for_others(service):
-    params = {**PARAMS, "do_remote_decode": True, "do_remote_prefill": False}
+@pytest.mark.parametrize(
+    ("does_prefill", "name"), [(False, "do_remote_prefill"), (True, "do_remote_decode")]
+)
+def test_this_service_computes_no_prompts_for_others(service, does_prefill, name):
+    params = {**PARAMS, "do_remote_decode": True, "do_remote_prefill": does_prefill}
     answer = service.post("completions", {"prompt": [5], "kv_transfer_params": params})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "kv_transfer_params.do_remote_prefill"
+    assert answer.json()["error"]["param"] == f"kv_transfer_params.{name}"
+    assert answer.json()["error"]["message"].startswith(f"kv_transfer_params.{name} is ")
 
 
 def test_a_flat_list_of_blocks_is_one_group(service, pool):
@@ -172,6 +178,15 @@ def test_megabytes_of_blocks_are_refused_by_name(service):
             f"{big.url}/v1/completions", content=too_large, headers=headers, timeout=60
         )
         assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("ids", [["x"] * 10_000, [["x"] * 10_000], [[]] + ["x"] * 10_000],
+                         ids=["flat", "one group", "groups"])  # fmt: skip
+def test_of_many_wrong_ids_one_is_looked_for(ids):
+    params = {**PARAMS, "remote_block_ids": ids}
+    with pytest.raises(ValidationError) as found:
+        KvTransferParams.model_validate(params)
+    assert found.value.error_count() == 1, "all would stop the event loop for seconds"
 
 
 def test_a_resumed_answer_pulls_nothing(service, pool):

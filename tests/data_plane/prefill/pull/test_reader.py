@@ -389,3 +389,14 @@ def test_missing_packages_are_named(models, monkeypatch):
     monkeypatch.setattr("data_plane.prefill.build.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"NIXL or pyzmq is not installed: pip install"):
         build_reader(config_of(), models(LATENT).path)
+
+
+@pytest.mark.xfail(strict=True, reason="of inner pages one token of each block is compared")
+@pytest.mark.parametrize("size", [16, 64])
+def test_another_prompt_that_begins_its_blocks_alike_is_seen(models, size):
+    with closing(Case(models(LATENT).path, block_size=size)) as case:
+        ids, other = prompt(300), prompt(300, 1)
+        alike = [ids[i] if i % size == 0 or not 64 <= i < 256 else other[i] for i in range(300)]
+        blocks, remote = case.held(alike)
+        with pytest.raises(KvChanged):
+            case.read(remote, blocks, ids)

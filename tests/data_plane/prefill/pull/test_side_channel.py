@@ -109,3 +109,18 @@ def test_an_address_must_be_in_an_allowed_network():
         allowed_address("10.0.0.1", [])
     with pytest.raises(ConnectionError, match="does not resolve"):
         allowed_address("x" * 300, networks)
+
+
+@pytest.mark.xfail(strict=True, reason="sizes are divisors")
+@pytest.mark.parametrize(
+    "field", ["block_size", "num_blocks", "physical_blocks_per_logical_kv_block"]
+)
+def test_a_size_of_zero_is_refused(field):
+    with pytest.raises(ValueError, match=field):
+        decode(changed(answer_of("0.32, latent KV"), **{field: 0}))
+
+
+@pytest.mark.xfail(strict=True, reason="all of IPv6 has a part that is IPv4")
+def test_a_mapped_address_is_that_of_ipv4():
+    with pytest.raises(ValueError, match="must be in a network"):
+        allowed_address("::ffff:127.0.0.1", [ipaddress.ip_network("::/0")])
