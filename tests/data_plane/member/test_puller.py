@@ -4,18 +4,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
+from data_plane.kv.page_ring import PULL_RING, PageRingWriter
 from data_plane.member.controller_link import ControllerLost
 from data_plane.member.lifetime import MemberSpec
-from data_plane.prefill.pull import puller as puller_module
 from data_plane.prefill.pull.puller import PullerLoop
-from data_plane.prefill.pull.rings import PullRings
 from data_plane.programs.process import run_member
-from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from harness.members import pulled_engines
@@ -73,7 +72,7 @@ def test_pages_go_to_their_instances_and_blocks_are_free_once_all_have_arrived(l
     assert (now.num_pages, now.num_failed, now.tokens_in_flight) == (3, 0, 0)
     assert now.answer_s > 0 and now.arrive_s > 0
     assert failures(link) == [
-        (12, "prefill failed: the request holds no blocks (at most 16384 requests do)")
+        (12, "prefill failed: the request holds no blocks")
     ]
     assert engine.freed() == ["a"] and not refusals(link)
 
@@ -145,8 +144,7 @@ def test_a_lost_instance_is_nobodys_fault(link, engine):
 
 
 def test_a_ring_with_another_writer_is_named(link, engine, both):
-    with closing(PullRings(Segments(CLUSTER_ID, term=Term(1)), PATIENT)) as other:
-        assert other.write(0, ticket=1, page=0, num_tokens=64, payload=bytes(64))
+    with closing(PageRingWriter(Segments(CLUSTER_ID), 0, PATIENT, PULL_RING)):
         with pulling(link, engine, PATIENT):
             say(link, HoldBlocks(1, blocks("a")), prefill(11))
             until(lambda: failures(link))
@@ -164,7 +162,7 @@ def test_holds_outlive_a_controller_and_end_unless_the_next_one_holds_them(link,
         for forward_s in range(6, 30, 6):
             num_beats = len(engine.beats())
             clock.forward_s = forward_s
-            loop._inbox.put(Envelope(CancelPrefill(1 << 40)))
+            loop._inbox.put(print)
             until(lambda: len(engine.beats()) > num_beats)  # noqa: B023
         say(link, Join(), HoldBlocks(2, blocks("b")), prefill(21, 2))
         until(lambda: len(reports(link, Ready)) == 2)
@@ -180,8 +178,7 @@ def test_holds_outlive_a_controller_and_end_unless_the_next_one_holds_them(link,
 
 
 def test_a_controller_that_is_gone_ends_the_loops_turn_and_not_its_threads(link, engine):
-    writers = PullRings(Segments(CLUSTER_ID), PATIENT)
-    loop = PullerLoop(link, engine, writers, PATIENT, LEASE_S)
+    loop = PullerLoop(link, engine, Segments(CLUSTER_ID), PATIENT, LEASE_S)
     with closing(loop):
         link.inbox.put(Envelope(Join(), 1))
         say(link, HoldBlocks(1, blocks("a")))
@@ -194,10 +191,10 @@ def test_a_controller_that_is_gone_ends_the_loops_turn_and_not_its_threads(link,
             raise ControllerLost("it reads nothing")
 
         link.send = full
-        loop._inbox.put(Envelope(prefill(1, 99), 1))
+        loop._inbox.put(partial(loop._take, prefill(1, 99), 1))
         with pytest.raises(ControllerLost, match="reads nothing"):
             loop.run()
-        loop._inbox.put(Envelope(HoldBlocks(2, blocks("b")), 1))
+        loop._inbox.put(partial(loop._take, HoldBlocks(2, blocks("b")), 1))
     assert sorted(engine.freed()) == ["a", "b"]
 
 
@@ -253,18 +250,10 @@ def test_a_puller_process_goes_over_to_another_controller(free_port, cluster_id)
 
 
 def test_a_fault_of_the_puller_ends_the_member(link, engine):
-    loop = PullerLoop(link, engine, PullRings(Segments(CLUSTER_ID), PATIENT), PATIENT, LEASE_S)
+    loop = PullerLoop(link, engine, Segments(CLUSTER_ID), PATIENT, LEASE_S)
     say(link, Join(), "nonsense")
     with closing(loop), pytest.raises(AssertionError, match="sent nonsense to a running puller"):
         loop.run()
-
-
-def test_too_many_pulls_are_given_up_at_once(link, engine, both, monkeypatch):
-    monkeypatch.setattr(puller_module, "MAX_PULLS", 2)
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a")), *(prefill(ticket) for ticket in (11, 12, 13)))
-        until(lambda: failures(link) == [(13, "prefill failed: 2 prompts wait to be read")])
 
 
 def test_a_puller_with_an_engine_sleeps(link, engine):
