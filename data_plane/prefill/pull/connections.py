@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,18 +47,10 @@ class Connections:
     """Every engine of late. For one thread; handshakes have threads of their own."""
 
     def __init__(
-        self,
-        reader: Any,
-        holds: Holds,
-        post: Callable[[Callable[[float], None]], None],
-        after_reads: Executor,
+        self, reader: Any, holds: Holds, post: Callable[[Callable[[float], None]], None]
     ) -> None:
-        """reader: an EngineReader. after_reads: closes connections.
-
-        post: called from any thread; the owner's thread calls what it is given with the time.
-        """
+        """reader: an EngineReader. post: has the owner's thread call a function of the time."""
         self._reader, self._holds, self._post = reader, holds, post
-        self._after_reads = after_reads
         self._handshakes = ThreadPoolExecutor(_MAX_HANDSHAKES, "handshake")
         self._engines: dict[EngineAddress, PulledEngine] = {}
         """The least recently used first."""
@@ -124,7 +116,7 @@ class Connections:
             for engine in [e for e in idle if e.address not in used][:num_more]:
                 del self._engines[engine.address]
                 if engine.remote is not None:
-                    self._after_reads.submit(engine.remote.close)
+                    engine.remote.close()
 
     def _notify(self, engine: PulledEngine, text: str, now: float) -> bool:
         if engine.now.is_up:

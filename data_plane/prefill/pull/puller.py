@@ -109,7 +109,7 @@ class PullerLoop(MemberLoop):
         self._rings: dict[int, PageRingWriter] = {}
         """By instance, opened at first use; for the thread of reads."""
         self._holds = Holds(lease_s)
-        self._connections = Connections(reader, self._holds, self._inbox.put, self._reads)
+        self._connections = Connections(reader, self._holds, self._inbox.put)
         self._pulls: dict[int, _Pull] = {}
         """By ticket, in order of arrival."""
         self._reading: _Pull | None = None
@@ -148,9 +148,7 @@ class PullerLoop(MemberLoop):
 
     def _serve(self) -> None:
         try:
-            while self._clock() < self._left_at or self._reading or self._holds.notices:
-                if self._clock() >= self._left_at + _LEAVE_S:
-                    break
+            while not self._has_left(self._clock()):
                 with contextlib.suppress(Empty):
                     call = self._inbox.get(timeout=self._idle_s(self._clock()))
                     while True:
@@ -171,6 +169,10 @@ class PullerLoop(MemberLoop):
         self._orphan(now)
         self._holds.expire(_NEVER)
         self._left_at = now
+
+    def _has_left(self, now: float) -> bool:
+        is_busy = self._reading or self._holds.notices
+        return now >= self._left_at + (_LEAVE_S if is_busy else 0.0)
 
     def _orphan(self, now: float) -> None:
         self._begin_term(0)
@@ -342,14 +344,15 @@ class PullerLoop(MemberLoop):
                     self._rings[instance] = PageRingWriter(
                         self._segments, instance, self._limits, PULL_RING
                     )
-                if not self._rings[instance].write(
+                self._rings[instance].write(
                     ticket=transfer.ticket,
                     page=page,
                     num_tokens=num_tokens,
                     payload=payload,
                     timeout_ms=self._limits.exchange_timeout_ms,
                     is_cancelled=lambda: pull.is_over,
-                ):
+                )
+                if pull.is_over:
                     return
 
     def _obstacle(self, pull: _Pull) -> str:

@@ -37,11 +37,7 @@ _LIMIT_S = 10.0
 
 
 class KvChanged(RuntimeError):
-    """The blocks do not hold the KV of the prompt, or no longer."""
-
-
-class ReadStopped(RuntimeError):
-    """The caller's obstacle ended the reading."""
+    """The blocks do not hold the KV of the prompt, or not for sure."""
 
 
 class EngineReader:
@@ -192,7 +188,7 @@ class RemoteEngine:
 
         A payload is valid until the next. token_ids: of the prompt, num_tokens of which are wanted.
         obstacle: asked after each read; a sentence ends the reading. Raises ConnectionError,
-        KvChanged, ReadStopped, and ValueError for a rank that does not fit the model.
+        KvChanged, and ValueError for a rank that does not fit the model.
         """
         shape, size, num_areas = self._reader.shape, self._size, self._num_layers + 1
         per_page = -(-(size + PAGE_SIZE - math.gcd(size, PAGE_SIZE)) // size)
@@ -294,7 +290,7 @@ class RemoteEngine:
         ):
             self._read(peer, place, into.ravel(), remote.ravel())
             if sentence := obstacle():
-                raise ReadStopped(sentence)
+                raise KvChanged(sentence)
 
     def _read(self, peer: str, place: Place, into: np.ndarray, remote: np.ndarray) -> None:
         """Read blocks by number into blocks of a place by number, and wait."""

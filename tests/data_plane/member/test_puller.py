@@ -1,5 +1,6 @@
 """The puller's loop: a scripted controller, engines without NIXL, real rings."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -36,7 +37,7 @@ from harness.members.pulled_engines import (
     say,
     taken,
 )
-from harness.waits import until
+from harness.waits import WAIT_S, until
 from nanocp.config.prefill import PrefillConfig, PullConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -71,23 +72,28 @@ def test_pages_go_to_their_instances_and_blocks_are_free_once_all_have_arrived(l
     now = now_of(link)
     assert (now.num_pages, now.num_failed, now.tokens_in_flight) == (3, 0, 0)
     assert now.answer_s > 0 and now.arrive_s > 0
-    assert failures(link) == [
-        (12, "prefill failed: the request holds no blocks")
-    ]
+    assert failures(link) == [(12, "prefill failed: the request holds no blocks")]
     assert engine.freed() == ["a"] and not refusals(link)
 
 
 def test_a_release_ends_a_read_before_the_blocks_are_freed(link, engine, both):
-    engine.may_read.clear()
+    may_end = threading.Event()
+
+    def slow(pages):
+        assert may_end.wait(WAIT_S)
+        yield from pages
+
+    engine.through = slow
     with pulling(link, engine, PATIENT):
         say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
         say(link, prefill(11), prefill(12, 2))
         until(lambda: now_of(link) and now_of(link).tokens_in_flight == 300)
         say(link, ReleaseBlocks(1))
-        until(lambda: engine.freed() == ["a"])
-        engine.may_read.set()
-        assert_arrives(both, "b", 12)
         until(lambda: now_of(link).num_cancelled == 1)
+        assert engine.freed() == []
+        may_end.set()
+        until(lambda: engine.freed() == ["a"])
+        assert_arrives(both, "b", 12)
     assert not failures(link) and engine.reads == {"b": 3}
 
 
@@ -144,10 +150,10 @@ def test_a_lost_instance_is_nobodys_fault(link, engine):
 
 
 def test_a_ring_with_another_writer_is_named(link, engine, both):
-    with closing(PageRingWriter(Segments(CLUSTER_ID), 0, PATIENT, PULL_RING)):
-        with pulling(link, engine, PATIENT):
-            say(link, HoldBlocks(1, blocks("a")), prefill(11))
-            until(lambda: failures(link))
+    other = PageRingWriter(Segments(CLUSTER_ID), 0, PATIENT, PULL_RING)
+    with closing(other), pulling(link, engine, PATIENT):
+        say(link, HoldBlocks(1, blocks("a")), prefill(11))
+        until(lambda: failures(link))
     assert "ring of instance 0 has a writer already" in failures(link)[0][1]
     assert not refusals(link), "the client is not wrong"
 

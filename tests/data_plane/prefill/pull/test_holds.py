@@ -46,7 +46,9 @@ class Play:
                 name = each.request_id
                 self.notified[name] += 1
                 assert self.notified[name] == 1, "told twice"
-                assert name not in self.reads.values() and name not in self.held.values(), "still used"
+                assert name not in self.reads.values() and name not in self.held.values(), (
+                    "still used"
+                )
         self.holds.notices.clear()
         for request_id, name in self.held.items():
             held = self.holds.of(request_id)

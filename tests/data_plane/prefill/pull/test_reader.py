@@ -13,7 +13,7 @@ from data_plane.attention.fp8_latent import quantise
 from data_plane.prefill.build import build_reader
 from data_plane.prefill.pull import reader as reading
 from data_plane.prefill.pull import side_channel
-from data_plane.prefill.pull.reader import KvChanged, ReadStopped
+from data_plane.prefill.pull.reader import KvChanged
 from harness.vllm.nixl_engine import NixlEngine, blocks_of
 from harness.waits import until
 from nanocp.config.data_plane import DataPlaneConfig
@@ -194,7 +194,7 @@ def test_a_block_that_is_written_during_the_read_is_seen(latent, monkeypatch):
 def test_an_obstacle_ends_the_reading(latent):
     ids = prompt(100)
     blocks, remote = latent.held(ids)
-    with pytest.raises(ReadStopped, match="the lease has ended"):
+    with pytest.raises(KvChanged, match="the lease has ended"):
         latent.read(remote, blocks, ids, obstacle=lambda: "the lease has ended")
     latent.assert_right(latent.read(remote, blocks, ids), ids)
 
@@ -203,7 +203,7 @@ def test_an_obstacle_that_came_during_the_last_read_counts(latent):
     ids = prompt(100)
     blocks, remote = latent.held(ids)
     answers = iter(("", "late"))
-    with pytest.raises(ReadStopped, match="late"):
+    with pytest.raises(KvChanged, match="late"):
         latent.read(remote, blocks, ids, obstacle=lambda: next(answers))
 
 
@@ -235,7 +235,7 @@ def test_ranks_are_read_in_turn_and_all_are_told(models):
         agent = case.reader.agent
         prepare = agent.prepare_read
         agent.prepare_read = lambda *given: peers.add(id(given[2])) or prepare(*given)
-        for number in range(20):
+        for _ in range(20):
             case.read(remote, blocks_of(case.engine.prefill(ids)), ids)
         assert len(peers) == 2
         remote.notify("HB:a,b")
