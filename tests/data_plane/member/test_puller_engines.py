@@ -33,10 +33,11 @@ from nanocp.values.commands import (
 from nanocp.values.members import BlocksRefused, EnginesNow
 
 
-def test_blocks_of_a_request_that_waits_get_heartbeats_and_can_be_read_later(link, engine, both):
+def test_blocks_that_wait_or_are_read_get_heartbeats_and_can_be_read_later(link, engine, both):
     clock = Clock()
+    engine.may_read.clear()
     with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
+        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")), prefill(11))
         until(lambda: engine.beats() and engine.beats()[-1] == ["a", "b"])
         for number in range(12):
             num_told = len(engine.told)
@@ -44,23 +45,11 @@ def test_blocks_of_a_request_that_waits_get_heartbeats_and_can_be_read_later(lin
             say(link, CancelPrefill(1 << 40))
             until(lambda: len(engine.told) > num_told)  # noqa: B023
         assert all(each == ["a", "b"] for each in engine.beats()[-12:])
-        say(link, prefill(11))
-        assert_arrives(both, "a", 11)
-    assert not failures(link)
-
-
-def test_heartbeats_go_on_during_a_read(link, engine, both):
-    clock = Clock()
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        for forward_s in range(6, 66, 6):
-            num_beats = len(engine.beats())
-            clock.forward_s = forward_s
-            say(link, CancelPrefill(1 << 40))
-            until(lambda: len(engine.beats()) > num_beats)  # noqa: B023
         engine.may_read.set()
         assert_arrives(both, "a", 11)
+        say(link, prefill(12, 2))
+        assert_arrives(both, "b", 12)
+    assert not failures(link)
 
 
 def test_nothing_is_read_after_the_deadline(link, engine, both):
