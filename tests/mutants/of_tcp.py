@@ -16,7 +16,9 @@ OF_TCP = [
     Mutant("nixl-forgotten", path="data_plane/transport/nixl/pages.py",
            tests=("tests/data_plane/transport/test_nixl.py", "-k", "forgotten"),
            why="a peer that NIXL has forgotten is no lost peer, and its instance is blamed",
-           text="known.nixlBackendError, known.nixlNotFoundError", fault="known.nixlBackendError"),
+           text="known.nixlRemoteDisconnectError, known.nixlBackendError, "
+                "known.nixlNotFoundError",
+           fault="known.nixlRemoteDisconnectError, known.nixlBackendError"),
     Mutant("tcp-order", path="data_plane/transport/tcp/receiver.py",
            tests=(*RECEIVER, "python and last_byte"),
            why="a word that came by TCP is raised before the rows that it announces are there",

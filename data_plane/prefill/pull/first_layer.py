@@ -14,7 +14,6 @@ from data_plane.model.linear import TorchPacking
 from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import Progress, WeightLoader, open_tensors
-from data_plane.prefill.probe import kv_error
 
 
 class FirstLayer:
@@ -38,7 +37,3 @@ class FirstLayer:
         """Compute the KV of tokens at their positions, [tokens, width]."""
         x_TX = rms_norm(self._embedding[torch.tensor(token_ids)], self._norm, self._norm_eps)
         return self._kind.inputs(x_TX, torch.tensor(positions), self._attention, self._rope)[1]
-
-    def error(self, found: Tensor, expected: Tensor) -> str | None:
-        """Return how far rows [tokens, width] are off, or None if they are those of `kv`."""
-        return kv_error(found.float(), expected.float(), self._dtype, is_first_layer=True)

@@ -5,14 +5,12 @@ Times are seconds of one monotonic clock, which the caller reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanocp.values.remote_blocks import RemoteBlocks
 
-MAX_HOLDS = 16_384
-"""More requests hold no blocks: their transfers fail."""
 _MAX_RELEASED = 1024
 _MARGIN_S = 5.0
 """From a deadline here to the end of the engine's lease."""
@@ -25,12 +23,11 @@ class EngineAddress(NamedTuple):
     engine_id: str
     host: str
     port: int
-    tp_size: int
 
     @classmethod
     def of(cls, blocks: RemoteBlocks) -> EngineAddress:
         """Return the address of the engine that has these blocks."""
-        return cls(blocks.engine_id, blocks.host, blocks.port, blocks.tp_size)
+        return cls(blocks.engine_id, blocks.host, blocks.port)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,106 +37,90 @@ class BlocksInUse:
     blocks: RemoteBlocks
     deadline: float
     """The engine may have freed the blocks at this time."""
-    requests: set[int] = field(default_factory=set)
-    num_reads: int = 0
+    users: set[Hashable] = field(default_factory=set)
 
 
 class Holds:
-    """Every set of blocks in use; a notice of each is due once, after its last user."""
+    """Every set of blocks in use; a notice of each is due once, after its last user.
+
+    A user is a request, by its id, or a read, by any other object.
+    """
 
     def __init__(self, lease_s: float) -> None:
         """lease_s: shortest time for which an engine keeps blocks without a heartbeat."""
         self._lease_s = lease_s
-        self._blocks: dict[int, RemoteBlocks] = {}
-        self._held: dict[tuple[str, str], BlocksInUse] = {}
-        self._at: dict[EngineAddress, dict[tuple[str, str], BlocksInUse]] = {}
-        self._beat_at: dict[EngineAddress, float] = {}
+        self._of_users: dict[Hashable, BlocksInUse] = {}
+        self._in_use: dict[tuple[str, str], BlocksInUse] = {}
         self._released: dict[tuple[str, str], None] = {}
         """The latest, oldest first."""
-        self._orphans: set[int] = set()
+        self._orphans: set[Hashable] = set()
         self._orphans_until = _NEVER
+        self.beat_at = 0.0
+        """The time of the next heartbeat, if blocks are in use then."""
         self.notices: dict[EngineAddress, list[RemoteBlocks]] = {}
         """Blocks that their engine may free: whoever tells it takes them out."""
 
-    def hold(self, request_id: int, blocks: RemoteBlocks, now: float) -> bool:
-        """Make a request a user of its blocks; False: too many hold some. Idempotent."""
-        self._orphans.discard(request_id)
-        if request_id in self._blocks:
-            return True
-        if len(self._blocks) >= MAX_HOLDS:
-            return False
-        if (held := self._held.get(blocks.key)) is None:
+    def hold(self, user: Hashable, blocks: RemoteBlocks, now: float) -> None:
+        """Make a request or a read a user of blocks. Idempotent."""
+        self._orphans.discard(user)
+        if user in self._of_users:
+            return
+        if blocks.key not in self._in_use:
             deadline = now + self._lease_s - min(_MARGIN_S, self._lease_s / 2)
-            held = BlocksInUse(blocks, -_NEVER if blocks.key in self._released else deadline)
-            self._held[blocks.key] = held
-            address = EngineAddress.of(blocks)
-            self._at.setdefault(address, {})[blocks.key] = held
-            self._beat_at.setdefault(address, now)
-        self._blocks[request_id] = blocks
-        held.requests.add(request_id)
-        return True
+            deadline = -_NEVER if blocks.key in self._released else deadline
+            self._in_use[blocks.key] = BlocksInUse(blocks, deadline)
+        self._of_users[user] = held = self._in_use[blocks.key]
+        held.users.add(user)
 
-    def release(self, request_id: int) -> None:
-        """Take a request from the users of its blocks. Idempotent."""
-        if (blocks := self._blocks.pop(request_id, None)) is not None:
-            self._orphans.discard(request_id)
-            self._held[blocks.key].requests.remove(request_id)
-            self._end_if_unused(blocks.key)
+    def release(self, user: Hashable) -> None:
+        """Take a user from its blocks. Idempotent."""
+        self._orphans.discard(user)
+        if (held := self._of_users.pop(user, None)) is not None:
+            held.users.remove(user)
+            if not held.users:
+                held.deadline = -_NEVER
+                del self._in_use[held.blocks.key]
+                self.refuse(held.blocks)
 
     def refuse(self, blocks: RemoteBlocks) -> None:
-        """Free blocks that no request reads, unless they have users or were freed lately."""
-        if blocks.key not in self._held:
-            self._note_released(blocks)
-
-    def begin_read(self, blocks: RemoteBlocks) -> None:
-        """Make a read a user of these blocks, which are held."""
-        self._held[blocks.key].num_reads += 1
-
-    def end_read(self, blocks: RemoteBlocks) -> None:
-        """Take a read from the users of these blocks."""
-        self._held[blocks.key].num_reads -= 1
-        self._end_if_unused(blocks.key)
+        """Free blocks, unless they have users or were freed lately."""
+        if blocks.key in self._in_use or blocks.key in self._released:
+            return
+        self.notices.setdefault(EngineAddress.of(blocks), []).append(blocks)
+        self._released[blocks.key] = None
+        if len(self._released) > _MAX_RELEASED:
+            del self._released[next(iter(self._released))]
 
     def orphan(self, now: float) -> None:
         """Let all that no controller holds again end with the lease."""
-        self._orphans, self._orphans_until = set(self._blocks), now + self._lease_s
+        self._orphans = {user for user in self._of_users if isinstance(user, int)}
+        self._orphans_until = now + self._lease_s
 
     def expire(self, now: float) -> None:
         """Release what no controller has held again in time."""
         if now >= self._orphans_until:
             self._orphans_until = _NEVER
-            for request_id in list(self._orphans):
-                self.release(request_id)
+            for user in list(self._orphans):
+                self.release(user)
 
-    def release_all(self) -> None:
-        """Release every request's blocks."""
-        for request_id in list(self._blocks):
-            self.release(request_id)
+    def of(self, request_id: int) -> BlocksInUse | None:
+        """Return a request's blocks; None: it holds none."""
+        return self._of_users.get(request_id)
 
-    def of(self, request_id: int) -> tuple[RemoteBlocks, BlocksInUse] | None:
-        """Return a request's blocks and their state; None: it holds none."""
-        blocks = self._blocks.get(request_id)
-        return None if blocks is None else (blocks, self._held[blocks.key])
+    def addresses(self) -> set[EngineAddress]:
+        """Return the engines whose blocks are in use, or that must be told of freed ones."""
+        used = {EngineAddress.of(held.blocks) for held in self._in_use.values()}
+        return used | self.notices.keys()
 
-    def requests_at(self, address: EngineAddress) -> Iterator[tuple[int, RemoteBlocks]]:
-        """Yield every request that holds blocks of an engine, with its blocks."""
-        for held in self._at.get(address, {}).values():
-            for request_id in held.requests:
-                yield request_id, self._blocks[request_id]
-
-    def uses(self, address: EngineAddress) -> bool:
-        """Return True if blocks of the engine are held, or it must be told of freed ones."""
-        return address in self._at or address in self.notices
-
-    def beats_due(self, now: float) -> list[EngineAddress]:
-        """Take the engines that need a heartbeat now."""
-        due = [address for address, beat_at in self._beat_at.items() if beat_at <= now]
-        self._beat_at |= dict.fromkeys(due, now + self._lease_s / 6)
+    def beats_due(self, now: float) -> dict[EngineAddress, list[BlocksInUse]]:
+        """Take the sets that need a heartbeat now, by engine: those before their deadline."""
+        due: dict[EngineAddress, list[BlocksInUse]] = {}
+        if now >= self.beat_at:
+            self.beat_at = now + self._lease_s / 6
+            for held in self._in_use.values():
+                if now < held.deadline:
+                    due.setdefault(EngineAddress.of(held.blocks), []).append(held)
         return due
-
-    def to_renew(self, address: EngineAddress, now: float) -> list[BlocksInUse]:
-        """Return an engine's blocks whose leases a heartbeat can renew now."""
-        return [held for held in self._at.get(address, {}).values() if now < held.deadline]
 
     def renewed(self, sets: Sequence[BlocksInUse], now: float) -> None:
         """Note a heartbeat for these sets, sent now or later."""
@@ -149,22 +130,4 @@ class Holds:
 
     def next_change(self) -> float:
         """Return the time of the next heartbeat or end."""
-        return min((self._orphans_until, *self._beat_at.values()))
-
-    def _end_if_unused(self, key: tuple[str, str]) -> None:
-        held = self._held[key]
-        if held.requests or held.num_reads:
-            return
-        address, held.deadline = EngineAddress.of(held.blocks), -_NEVER
-        del self._held[key], self._at[address][key]
-        if not self._at[address]:
-            del self._at[address], self._beat_at[address]
-        self._note_released(held.blocks)
-
-    def _note_released(self, blocks: RemoteBlocks) -> None:
-        if blocks.key in self._released:
-            return
-        self.notices.setdefault(EngineAddress.of(blocks), []).append(blocks)
-        self._released[blocks.key] = None
-        if len(self._released) > _MAX_RELEASED:
-            del self._released[next(iter(self._released))]
+        return min(self._orphans_until, self.beat_at if self._in_use else _NEVER)

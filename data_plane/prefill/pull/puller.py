@@ -11,26 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
+from data_plane.kv.page_ring import PULL_RING, PageRingWriter
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
     MemberLoop,
     MemberSpec,
     ShutdownRequested,
+    meet,
     run_under_controllers,
     running,
     segments_of,
 )
 from data_plane.member.term_loop import LOOK, wake
-from data_plane.prefill.pull.connections import FORGET_S, Connections, Met, PulledEngine
-from data_plane.prefill.pull.holds import MAX_HOLDS, BlocksInUse, Holds
-from data_plane.prefill.pull.rings import PullRings
+from data_plane.prefill.pull.connections import Connections, PulledEngine
+from data_plane.prefill.pull.holds import BlocksInUse, Holds
 from data_plane.transport.exchange import PeerLost, TermOver
+from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import (
     CancelPrefill,
@@ -44,31 +46,21 @@ from nanocp.values.commands import (
 )
 from nanocp.values.members import Beat, BlocksRefused, EnginesNow, Ready, Said
 from nanocp.values.plan import Transfer, TransferFailed
-from nanocp.values.remote_blocks import RemoteBlocks
 
-MAX_PULLS = 4096
-"""More are given up at once."""
 _REPORT_S = 0.5
 _LEAVE_S = 5.0
+_ATTACH_MS = 2_000
+"""The rings are there before a term's first ticket."""
 _EXPIRED = "the engine may have freed the blocks: no heartbeat reached it in time"
-_ORPHANED, _LEAVE = object(), object()
-
-
-class _Read(NamedTuple):
-    """All pages are in the rings, or the reason that they are not."""
-
-    pull: _Pull
-    error: Exception | None = None
+_NEVER = float("inf")
 
 
 @dataclass(slots=True, eq=False)
 class _Pull:
     transfer: Transfer
     token_ids: Sequence[int]
-    blocks: RemoteBlocks
     held: BlocksInUse
     engine: PulledEngine
-    since: float
     remote: Any = None
     """The connection that is read."""
     begun_at: float | None = None
@@ -89,9 +81,7 @@ def run_puller(spec: MemberSpec) -> None:
         held.callback(Heartbeat(lambda: link.send(Beat()), config.limits).close)
         segments = segments_of(spec, link.term)
         held.callback(segments.close)
-        rings = PullRings(segments, config.limits)
-        held.callback(rings.close)
-        loop = PullerLoop(link, reader, rings, config.limits, config.prefill.pull.lease_s)
+        loop = PullerLoop(link, reader, segments, config.limits, config.prefill.pull.lease_s)
         held.callback(loop.close)
         run_under_controllers(spec, link, loop)
 
@@ -103,21 +93,23 @@ class PullerLoop(MemberLoop):
         self,
         link: ControllerLink,
         reader: Any,
-        rings: PullRings,
+        segments: Segments,
         limits: LimitsConfig,
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """reader: an EngineReader."""
-        self._link, self._rings, self._clock = link, rings, clock
+        """reader: an EngineReader. segments: the member's own, whose term this object sets."""
+        self._link, self._segments, self._clock = link, segments, clock
+        self._limits = replace(limits, start_timeout_ms=_ATTACH_MS)
         self._arrive_s = limits.exchange_timeout_ms / 1000
-        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[float], None]] = SimpleQueue()
+        """What the loop's thread calls, with the time."""
         self._reads = ThreadPoolExecutor(1, "pull pages")
         """Reads one pull after the other."""
+        self._rings: dict[int, PageRingWriter] = {}
+        """By instance, opened at first use; for the thread of reads."""
         self._holds = Holds(lease_s)
-        self._connections = Connections(
-            reader, self._holds, self._refuse, self._inbox.put, self._reads
-        )
+        self._connections = Connections(reader, self._holds, self._inbox.put)
         self._pulls: dict[int, _Pull] = {}
         """By ticket, in order of arrival."""
         self._reading: _Pull | None = None
@@ -125,6 +117,7 @@ class PullerLoop(MemberLoop):
         self._term = 0
         self._reported: EnginesNow | None = None
         self._report_at = 0.0
+        self._left_at = _NEVER
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="puller", daemon=True)
         self._thread.start()
@@ -141,23 +134,30 @@ class PullerLoop(MemberLoop):
                 raise ControllerLost("the controller's stream ended")
             if isinstance(message.message, Shutdown):
                 raise ShutdownRequested(message.message.reason)
-            self._inbox.put(message)
+            self._inbox.put(partial(self._take, message.message, message.term))
 
     def forget_term(self) -> None:
-        self._inbox.put(_ORPHANED)
+        self._inbox.put(self._orphan)
 
     def close(self) -> None:
         """Free every block at its engine, in bounded time. Idempotent."""
-        self._inbox.put(_LEAVE)
+        self._inbox.put(self._leave)
         self._thread.join(2 * _LEAVE_S)
 
     # --- the thread that holds blocks
 
     def _serve(self) -> None:
         try:
-            while self._take_events():
-                self._tend(self._clock())
-            self._leave()
+            while not self._has_left(self._clock()):
+                with contextlib.suppress(Empty):
+                    call = self._inbox.get(timeout=self._idle_s(self._clock()))
+                    while True:
+                        call(self._clock())
+                        call = self._inbox.get_nowait()
+                self._tend()
+            self._connections.close()
+            self._reads.submit(self._close_rings)
+            self._reads.shutdown(wait=False)
         except Exception as error:
             self._fail(error)
 
@@ -165,37 +165,33 @@ class PullerLoop(MemberLoop):
         self._failure = error
         wake(self._link)
 
-    def _take_events(self) -> bool:
-        """Wait until something is due, and take all that has come; False: leave."""
-        with contextlib.suppress(Empty):
-            event = self._inbox.get(timeout=self._idle_s(self._clock()))
-            while event is not _LEAVE:
-                self._take(event, self._clock())
-                event = self._inbox.get_nowait()
-            return False
-        return True
+    def _leave(self, now: float) -> None:
+        self._orphan(now)
+        self._holds.expire(_NEVER)
+        self._left_at = now
 
-    def _leave(self) -> None:
-        self._drop_pulls()
-        self._holds.release_all()
-        deadline = time.monotonic() + _LEAVE_S
-        self._tend(self._clock())
-        while (self._reading or self._holds.notices) and time.monotonic() < deadline:
-            with contextlib.suppress(Empty):
-                event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-                self._take(event, self._clock())
-            self._tend(self._clock())
-        self._connections.close()
-        self._reads.shutdown(wait=False)
+    def _has_left(self, now: float) -> bool:
+        is_busy = self._reading or self._holds.notices
+        return now >= self._left_at + (_LEAVE_S if is_busy else 0.0)
 
-    def _idle_s(self, now: float) -> float:
-        times = [now + FORGET_S, self._holds.next_change()]
+    def _orphan(self, now: float) -> None:
+        self._begin_term(0)
+        self._holds.orphan(now)
+
+    def _begin_term(self, term: int) -> None:
+        for pull in list(self._pulls.values()):
+            self._end(pull)
+        self._term, self._reported = term, None
+
+    def _idle_s(self, now: float) -> float | None:
+        times = [self._holds.next_change(), self._left_at + _LEAVE_S]
         times += [p.written_at + self._arrive_s for p in self._pulls.values() if p.written_at]
         if self._term and self._reported != self._connections.state():
             times.append(self._report_at)
-        return max(0.0, min(times) - now)
+        return max(0.0, min(times) - now) if min(times) < _NEVER else None
 
-    def _tend(self, now: float) -> None:
+    def _tend(self) -> None:
+        now = self._clock()
         self._holds.expire(now)
         self._connections.tend(now)
         for pull in list(self._pulls.values()):
@@ -213,32 +209,15 @@ class PullerLoop(MemberLoop):
         except ControllerLost as error:
             self._fail(error)
 
-    def _refuse(self, request_id: int, problem: str) -> None:
-        self._say(BlocksRefused(request_id, problem))
-
-    def _take(self, event: Any, now: float) -> None:
-        if isinstance(event, Met):
-            self._connections.met(event, now)
-        elif isinstance(event, _Read):
-            self._read(event.pull, event.error, now)
-        elif event is _ORPHANED:
-            self._drop_pulls()
-            self._term, self._reported = 0, None
-            self._holds.orphan(now)
-        else:
-            self._take_message(event.message, event.term, now)
-
-    def _take_message(self, message: Any, term: int, now: float) -> None:
+    def _take(self, message: Any, term: int, now: float) -> None:
         match message:
-            case Join() as join:
-                self._drop_pulls()
-                self._term, self._reported = term, None
-                self._reads.submit(self._rings.join, term, join)
+            case Join():
+                self._begin_term(term)
+                self._reads.submit(self._join, message, term)
                 self._say(Ready((f"process {os.getpid()}",)))
             case HoldBlocks(request_id, blocks):
-                # The transfer of one too many says so, and the lease frees its blocks.
-                if self._holds.hold(request_id, blocks, now):
-                    self._connections.judge(request_id, blocks, now)
+                self._holds.hold(request_id, blocks, now)
+                self._connections.meet(blocks, now)
             case ReleaseBlocks(request_id):
                 for pull in list(self._pulls.values()):
                     if pull.transfer.request_id == request_id:
@@ -246,8 +225,8 @@ class PullerLoop(MemberLoop):
                 self._holds.release(request_id)
             case RefuseBlocks(blocks):
                 self._holds.refuse(blocks)
-            case PrefillRequest() as request:
-                self._queue(request, now)
+            case PrefillRequest():
+                self._queue(message)
             case CancelPrefill(ticket):
                 if ticket in self._pulls:
                     self._end(self._pulls[ticket], num_cancelled=1)
@@ -259,91 +238,46 @@ class PullerLoop(MemberLoop):
 
     # --- pulls
 
-    def _queue(self, request: PrefillRequest, now: float) -> None:
-        transfer, found = request.transfer, self._holds.of(request.transfer.request_id)
-        if found is None or len(self._pulls) >= MAX_PULLS:
-            problem = f"{MAX_PULLS} prompts wait to be read"
-            if found is None:
-                problem = f"the request holds no blocks (at most {MAX_HOLDS} requests do)"
-            self._say(TransferFailed(transfer.ticket, f"prefill failed: {problem}"))
-            return
-        blocks, held = found
-        if blocks.num_tokens < transfer.num_tokens:
+    def _queue(self, request: PrefillRequest) -> None:
+        transfer = request.transfer
+        held = self._holds.of(transfer.request_id)
+        if held is None:
+            problem = "the request holds no blocks"
+        elif held.blocks.num_tokens < transfer.num_tokens:
             problem = (
-                f"the engine has computed {blocks.num_tokens} tokens of the prompt's "
+                f"the engine has computed {held.blocks.num_tokens} tokens of the prompt's "
                 f"{transfer.num_tokens + 1}: its tokenizer or chat template differs"
             )
-            self._say(TransferFailed(transfer.ticket, f"prefill failed: {problem}"))
+        else:
+            engine = self._connections.of(held.blocks)
+            engine.count(tokens_in_flight=transfer.num_tokens)
+            token_ids = request.token_ids[: transfer.num_tokens]
+            self._pulls[transfer.ticket] = _Pull(transfer, token_ids, held, engine)
             return
-        engine = self._connections.of(blocks, now)
-        token_ids = request.token_ids[: transfer.num_tokens]
-        self._pulls[transfer.ticket] = _Pull(transfer, token_ids, blocks, held, engine, now)
-        engine.count(tokens_in_flight=transfer.num_tokens)
+        self._say(TransferFailed(transfer.ticket, f"prefill failed: {problem}"))
 
     def _go_on(self, pull: _Pull, now: float) -> None:
-        engine = pull.engine
         if pull.begun_at is not None:
             if pull.written_at is not None and now >= pull.written_at + self._arrive_s:
                 self._give_up(pull, f"its pages did not arrive in {self._arrive_s:.0f} s")
         elif now >= pull.held.deadline:
             self._give_up(pull, _EXPIRED)
-        elif engine.is_met(pull.blocks, pull.since):
+        elif (engine := self._connections.meet(pull.held.blocks, now)).is_met(pull.held.blocks):
             if self._reading is None:
                 self._begin(pull, now)
-        elif engine.is_being_met or now >= engine.rest_until:
-            self._connections.meet(engine, pull.blocks, now)
-        else:
+        elif not engine.is_being_met:
             self._give_up(pull, engine.now.problem, engine.is_refused)
 
     def _begin(self, pull: _Pull, now: float) -> None:
-        self._holds.begin_read(pull.blocks)
-        self._reading, pull.begun_at, pull.remote = pull, now, pull.engine.remote
-
-        def read() -> None:
-            try:
-                self._copy_pages(pull)
-            except Exception as error:
-                self._inbox.put(_Read(pull, error))
-            else:
-                self._inbox.put(_Read(pull))
-
-        self._reads.submit(read)
-
-    def _copy_pages(self, pull: _Pull) -> None:
-        transfer, target_of = pull.transfer, pull.transfer.instances()
-        obstacle = partial(self._obstacle, pull)
-        pull.remote.check(pull.blocks)
-        wanted = pull.blocks, pull.token_ids, transfer.num_tokens, tuple(target_of)
-        with contextlib.closing(pull.remote.pages(*wanted, obstacle)) as pages:
-            for page, num_tokens, payload in pages:
-                if problem := obstacle():
-                    raise RuntimeError(problem)
-                if not self._rings.write(
-                    target_of[page],
-                    ticket=transfer.ticket,
-                    page=page,
-                    num_tokens=num_tokens,
-                    payload=payload,
-                    is_cancelled=lambda: pull.is_over,
-                ):
-                    return
-
-    def _obstacle(self, pull: _Pull) -> str:
-        if pull.is_over:
-            return "the transfer is over"
-        return _EXPIRED if self._clock() >= pull.held.deadline else ""
-
-    def _read(self, pull: _Pull, error: Exception | None, now: float) -> None:
-        self._reading = None
-        self._holds.end_read(pull.blocks)
-        if isinstance(error, ConnectionError) and pull.engine.remote is pull.remote:
-            self._connections.lose(pull.engine, error, now)
-        if pull.is_over:
+        pull.remote = pull.engine.remote
+        try:
+            pull.remote.check(pull.held.blocks)
+        except ValueError as error:
+            self._give_up(pull, str(error), is_refused=True)
             return
-        if error is None or isinstance(error, PeerLost | TermOver):
-            pull.written_at = now  # A lost instance ends the term; if not, the pull is given up.
-        else:
-            self._give_up(pull, str(error), isinstance(error, ValueError))
+        self._holds.hold(pull, pull.held.blocks, now)
+        self._reading, pull.begun_at = pull, now
+        self._reads.submit(self._read, pull)
 
     def _arrived(self, pull: _Pull, now: float) -> None:
         begun_at, written_at = pull.begun_at or now, pull.written_at or now
@@ -359,7 +293,7 @@ class PullerLoop(MemberLoop):
     def _give_up(self, pull: _Pull, problem: str, is_refused: bool = False) -> None:
         self._end(pull, num_failed=1)
         if is_refused:
-            self._refuse(pull.transfer.request_id, problem)
+            self._say(BlocksRefused(pull.transfer.request_id, problem))
             return
         message = f"prefill failed: {pull.engine.now.url}: {problem}"
         self._say(TransferFailed(pull.transfer.ticket, message))
@@ -369,6 +303,59 @@ class PullerLoop(MemberLoop):
         pull.is_over = True
         pull.engine.count(tokens_in_flight=-pull.transfer.num_tokens, **more)
 
-    def _drop_pulls(self) -> None:
-        for pull in list(self._pulls.values()):
-            self._end(pull)
+    def _has_read(self, pull: _Pull, error: Exception | None, now: float) -> None:
+        self._reading = None
+        self._holds.release(pull)
+        if isinstance(error, ConnectionError) and pull.engine.remote is pull.remote:
+            self._connections.lose(pull.engine, error, now)
+        if pull.is_over:
+            return
+        if error is None or isinstance(error, PeerLost | TermOver):
+            pull.written_at = now  # A lost instance ends the term; if not, the pull is given up.
+        else:
+            self._give_up(pull, str(error))
+
+    # --- the thread of reads
+
+    def _join(self, join: Join, term: int) -> None:
+        self._close_rings()
+        self._segments.term.number = term
+        meet(self._segments, join)
+
+    def _close_rings(self) -> None:
+        while self._rings:
+            self._rings.popitem()[1].close()
+
+    def _read(self, pull: _Pull) -> None:
+        error = None
+        try:
+            self._copy_pages(pull)
+        except Exception as caught:
+            error = caught
+        self._inbox.put(partial(self._has_read, pull, error))
+
+    def _copy_pages(self, pull: _Pull) -> None:
+        transfer, target_of = pull.transfer, pull.transfer.instances()
+        wanted = pull.held.blocks, pull.token_ids, transfer.num_tokens, tuple(target_of)
+        with contextlib.closing(pull.remote.pages(*wanted, partial(self._obstacle, pull))) as pages:
+            for page, num_tokens, payload in pages:
+                instance = target_of[page]
+                if instance not in self._rings:
+                    self._rings[instance] = PageRingWriter(
+                        self._segments, instance, self._limits, PULL_RING
+                    )
+                self._rings[instance].write(
+                    ticket=transfer.ticket,
+                    page=page,
+                    num_tokens=num_tokens,
+                    payload=payload,
+                    timeout_ms=self._limits.exchange_timeout_ms,
+                    is_cancelled=lambda: pull.is_over,
+                )
+                if pull.is_over:
+                    return
+
+    def _obstacle(self, pull: _Pull) -> str:
+        if pull.is_over:
+            return "the transfer is over"
+        return _EXPIRED if self._clock() >= pull.held.deadline else ""

@@ -71,11 +71,11 @@ def allowed_address(host: str, networks: Sequence[Network]) -> str:
     return str(found[0])
 
 
-def shake_hands(address: str, blocks: RemoteBlocks) -> list[EngineMemory]:
-    """Ask the engine of these blocks, at this IP address, for the memory of each rank.
+def shake_hands(address: str, blocks: RemoteBlocks, rank: int) -> EngineMemory:
+    """Ask the engine of these blocks, at this IP address, for the memory of a rank.
 
-    Raises ConnectionError if a rank does not answer within 5 s, ValueError for an answer that is
-    not a handshake of this engine.
+    A vLLM that is asked for a rank that it lacks answers nobody any more. Raises ConnectionError if
+    none answers within 5 s, ValueError for what is not a handshake of this engine.
     """
     zmq: Any = import_module("zmq")
     host = f"[{address}]" if ":" in address else address
@@ -86,19 +86,12 @@ def shake_hands(address: str, blocks: RemoteBlocks) -> list[EngineMemory]:
         side.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
         side.connect(f"tcp://{host}:{blocks.port}")
         try:
-            # One after the other: a vLLM that is asked for a rank that it lacks answers nobody any
-            # more, so only what is this engine is asked for more than the first.
-            return [_ask(side, rank, blocks) for rank in range(blocks.tp_size)]
+            side.send(msgspec.msgpack.encode((_ASK, 0, rank)))
+            memory = decode(side.recv_multipart()[0])
         except zmq.ZMQError as error:
             raise ConnectionError(
                 f"the side channel at {host}:{blocks.port} does not answer a handshake: {error}"
             ) from error
-
-
-def _ask(side: Any, rank: int, blocks: RemoteBlocks) -> EngineMemory:
-    side.send(msgspec.msgpack.encode((_ASK, 0, rank)))
-    frames = side.recv_multipart()
-    memory = decode(frames[0])
     if memory.engine_id != blocks.engine_id:
         raise ValueError(
             f"remote_engine_id is {blocks.engine_id!r}; the server at {blocks.host}:{blocks.port} "

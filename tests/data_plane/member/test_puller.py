@@ -1,21 +1,21 @@
 """The puller's loop: a scripted controller, engines without NIXL, real rings."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
+from data_plane.kv.page_ring import PULL_RING, PageRingWriter
 from data_plane.member.controller_link import ControllerLost
 from data_plane.member.lifetime import MemberSpec
-from data_plane.prefill.pull import puller as puller_module
 from data_plane.prefill.pull.puller import PullerLoop
-from data_plane.prefill.pull.rings import PullRings
 from data_plane.programs.process import run_member
-from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from harness.members import pulled_engines
@@ -37,7 +37,7 @@ from harness.members.pulled_engines import (
     say,
     taken,
 )
-from harness.waits import until
+from harness.waits import WAIT_S, until
 from nanocp.config.prefill import PrefillConfig, PullConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -72,23 +72,28 @@ def test_pages_go_to_their_instances_and_blocks_are_free_once_all_have_arrived(l
     now = now_of(link)
     assert (now.num_pages, now.num_failed, now.tokens_in_flight) == (3, 0, 0)
     assert now.answer_s > 0 and now.arrive_s > 0
-    assert failures(link) == [
-        (12, "prefill failed: the request holds no blocks (at most 16384 requests do)")
-    ]
+    assert failures(link) == [(12, "prefill failed: the request holds no blocks")]
     assert engine.freed() == ["a"] and not refusals(link)
 
 
 def test_a_release_ends_a_read_before_the_blocks_are_freed(link, engine, both):
-    engine.may_read.clear()
+    may_end = threading.Event()
+
+    def slow(pages):
+        assert may_end.wait(WAIT_S)
+        yield from pages
+
+    engine.through = slow
     with pulling(link, engine, PATIENT):
         say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
         say(link, prefill(11), prefill(12, 2))
         until(lambda: now_of(link) and now_of(link).tokens_in_flight == 300)
         say(link, ReleaseBlocks(1))
-        until(lambda: engine.freed() == ["a"])
-        engine.may_read.set()
-        assert_arrives(both, "b", 12)
         until(lambda: now_of(link).num_cancelled == 1)
+        assert engine.freed() == []
+        may_end.set()
+        until(lambda: engine.freed() == ["a"])
+        assert_arrives(both, "b", 12)
     assert not failures(link) and engine.reads == {"b": 3}
 
 
@@ -145,11 +150,10 @@ def test_a_lost_instance_is_nobodys_fault(link, engine):
 
 
 def test_a_ring_with_another_writer_is_named(link, engine, both):
-    with closing(PullRings(Segments(CLUSTER_ID, term=Term(1)), PATIENT)) as other:
-        assert other.write(0, ticket=1, page=0, num_tokens=64, payload=bytes(64))
-        with pulling(link, engine, PATIENT):
-            say(link, HoldBlocks(1, blocks("a")), prefill(11))
-            until(lambda: failures(link))
+    other = PageRingWriter(Segments(CLUSTER_ID), 0, PATIENT, PULL_RING)
+    with closing(other), pulling(link, engine, PATIENT):
+        say(link, HoldBlocks(1, blocks("a")), prefill(11))
+        until(lambda: failures(link))
     assert "ring of instance 0 has a writer already" in failures(link)[0][1]
     assert not refusals(link), "the client is not wrong"
 
@@ -164,7 +168,7 @@ def test_holds_outlive_a_controller_and_end_unless_the_next_one_holds_them(link,
         for forward_s in range(6, 30, 6):
             num_beats = len(engine.beats())
             clock.forward_s = forward_s
-            loop._inbox.put(Envelope(CancelPrefill(1 << 40)))
+            loop._inbox.put(print)
             until(lambda: len(engine.beats()) > num_beats)  # noqa: B023
         say(link, Join(), HoldBlocks(2, blocks("b")), prefill(21, 2))
         until(lambda: len(reports(link, Ready)) == 2)
@@ -180,8 +184,7 @@ def test_holds_outlive_a_controller_and_end_unless_the_next_one_holds_them(link,
 
 
 def test_a_controller_that_is_gone_ends_the_loops_turn_and_not_its_threads(link, engine):
-    writers = PullRings(Segments(CLUSTER_ID), PATIENT)
-    loop = PullerLoop(link, engine, writers, PATIENT, LEASE_S)
+    loop = PullerLoop(link, engine, Segments(CLUSTER_ID), PATIENT, LEASE_S)
     with closing(loop):
         link.inbox.put(Envelope(Join(), 1))
         say(link, HoldBlocks(1, blocks("a")))
@@ -194,10 +197,10 @@ def test_a_controller_that_is_gone_ends_the_loops_turn_and_not_its_threads(link,
             raise ControllerLost("it reads nothing")
 
         link.send = full
-        loop._inbox.put(Envelope(prefill(1, 99), 1))
+        loop._inbox.put(partial(loop._take, prefill(1, 99), 1))
         with pytest.raises(ControllerLost, match="reads nothing"):
             loop.run()
-        loop._inbox.put(Envelope(HoldBlocks(2, blocks("b")), 1))
+        loop._inbox.put(partial(loop._take, HoldBlocks(2, blocks("b")), 1))
     assert sorted(engine.freed()) == ["a", "b"]
 
 
@@ -253,18 +256,10 @@ def test_a_puller_process_goes_over_to_another_controller(free_port, cluster_id)
 
 
 def test_a_fault_of_the_puller_ends_the_member(link, engine):
-    loop = PullerLoop(link, engine, PullRings(Segments(CLUSTER_ID), PATIENT), PATIENT, LEASE_S)
+    loop = PullerLoop(link, engine, Segments(CLUSTER_ID), PATIENT, LEASE_S)
     say(link, Join(), "nonsense")
     with closing(loop), pytest.raises(AssertionError, match="sent nonsense to a running puller"):
         loop.run()
-
-
-def test_too_many_pulls_are_given_up_at_once(link, engine, both, monkeypatch):
-    monkeypatch.setattr(puller_module, "MAX_PULLS", 2)
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT):
-        say(link, HoldBlocks(1, blocks("a")), *(prefill(ticket) for ticket in (11, 12, 13)))
-        until(lambda: failures(link) == [(13, "prefill failed: 2 prompts wait to be read")])
 
 
 def test_a_puller_with_an_engine_sleeps(link, engine):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from data_plane.prefill.pull.connections import FORGET_S, MAX_ENGINES
+from data_plane.prefill.pull.connections import MAX_ENGINES
 from harness.members.pulled_engines import (
     EXPIRED,
     LEASE_S,
@@ -33,10 +33,11 @@ from nanocp.values.commands import (
 from nanocp.values.members import BlocksRefused, EnginesNow
 
 
-def test_blocks_of_a_request_that_waits_get_heartbeats_and_can_be_read_later(link, engine, both):
+def test_blocks_that_wait_or_are_read_get_heartbeats_and_can_be_read_later(link, engine, both):
     clock = Clock()
+    engine.may_read.clear()
     with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
+        say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")), prefill(11))
         until(lambda: engine.beats() and engine.beats()[-1] == ["a", "b"])
         for number in range(12):
             num_told = len(engine.told)
@@ -44,23 +45,11 @@ def test_blocks_of_a_request_that_waits_get_heartbeats_and_can_be_read_later(lin
             say(link, CancelPrefill(1 << 40))
             until(lambda: len(engine.told) > num_told)  # noqa: B023
         assert all(each == ["a", "b"] for each in engine.beats()[-12:])
-        say(link, prefill(11))
-        assert_arrives(both, "a", 11)
-    assert not failures(link)
-
-
-def test_heartbeats_go_on_during_a_read(link, engine, both):
-    clock = Clock()
-    engine.may_read.clear()
-    with pulling(link, engine, PATIENT, clock):
-        say(link, HoldBlocks(1, blocks("a")), prefill(11))
-        for forward_s in range(6, 66, 6):
-            num_beats = len(engine.beats())
-            clock.forward_s = forward_s
-            say(link, CancelPrefill(1 << 40))
-            until(lambda: len(engine.beats()) > num_beats)  # noqa: B023
         engine.may_read.set()
         assert_arrives(both, "a", 11)
+        say(link, prefill(12, 2))
+        assert_arrives(both, "b", 12)
+    assert not failures(link)
 
 
 def test_nothing_is_read_after_the_deadline(link, engine, both):
@@ -148,7 +137,6 @@ def test_an_engine_that_is_gone_fails_its_prompts_and_is_met_again(link, engine,
         problem = f"prefill failed: {URL}: {URL} does not answer"
         until(lambda: failures(link) == [(12, problem)])
         until(lambda: not now_of(link).is_up and now_of(link).problem)
-        assert engine.num_closed == 1
         engine.is_up = True
         clock.forward_s = 1.5
         say(link, prefill(13, 2))
@@ -185,14 +173,11 @@ def test_what_cannot_be_read_is_refused_by_name(link, engine, both):
     engine.bad_blocks["b"] = "remote_block_ids has 99, and the engine has 90 blocks"
     with pulling(link, engine, PATIENT):
         say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")))
-        until(lambda: refusals(link) == [(2, engine.bad_blocks["b"])])
         say(link, prefill(12, 2))
-        until(lambda: len(refusals(link)) == 2)
-        say(link, HoldBlocks(3, blocks("b")))
-        until(lambda: refusals(link)[2:] == [(3, engine.bad_blocks["b"])])
+        until(lambda: refusals(link) == [(2, engine.bad_blocks["b"])])
         say(link, prefill(11))
         assert_arrives(both, "a", 11)
-        say(link, ReleaseBlocks(2), ReleaseBlocks(3))
+        say(link, ReleaseBlocks(2))
         until(lambda: engine.freed() == ["b"])
     assert not failures(link) and engine.reads == {"a": 3}
 
@@ -204,28 +189,21 @@ def test_an_engine_that_cannot_be_read_refuses_all_its_requests(link, engine):
         say(link, HoldBlocks(1, blocks("a")), HoldBlocks(2, blocks("b")), prefill(12, 2))
         until(lambda: engine.num_meetings == 1)
         engine.may_meet.set()
+        say(link, prefill(11))
         until(lambda: {request_id for request_id, _ in refusals(link)} == {1, 2})
-        say(link, HoldBlocks(3, blocks("c")))
-        until(lambda: 3 in {request_id for request_id, _ in refusals(link)})
     assert {message for _, message in refusals(link)} == {engine.refusal}
     assert not failures(link)
 
 
 def test_another_registration_needs_another_handshake(link, engine, both):
-    engine.generation = 1
     with pulling(link, engine, PATIENT):
         say(link, HoldBlocks(1, blocks("a", generation=1)), prefill(11))
         assert_arrives(both, "a", 11)
-        engine.generation = 2
         say(link, HoldBlocks(2, blocks("b", generation=2)), prefill(12, 2))
         assert_arrives(both, "b", 12)
-        until(lambda: engine.num_closed == 1)
         say(link, HoldBlocks(3, blocks("c", generation=1)), prefill(13, 3))
         assert_arrives(both, "c", 13)
-        assert engine.num_meetings == 2
-        say(link, HoldBlocks(4, blocks("d", generation=9)), prefill(14, 4))
-        assert_arrives(both, "d", 14)
-    assert engine.num_meetings <= 4, "a handshake that does not help is not repeated for ever"
+    assert engine.num_meetings == 2
 
 
 @pytest.mark.parametrize(
@@ -247,12 +225,10 @@ def test_a_read_that_fails_is_told_and_only_a_broken_connection_is_forgotten(
 
 
 def test_a_read_that_ends_with_an_older_connection_leaves_the_new_one(link, engine, both):
-    engine.generation = 1
     engine.may_read.clear()
     with pulling(link, engine, PATIENT):
         say(link, HoldBlocks(1, blocks("a", generation=1)), prefill(11))
         until(lambda: now_of(link) and now_of(link).tokens_in_flight == 150)
-        engine.generation = 2
         say(link, HoldBlocks(2, blocks("b", generation=2)))
         until(lambda: engine.num_meetings == 2 and ["a", "b"] in engine.beats())
         engine.failure = ConnectionError("the engine is met again")
@@ -272,12 +248,10 @@ def test_a_shutdown_frees_every_block(link, engine, both):
         say(link, prefill(11), HoldBlocks(50, blocks("other", engine="unmet")))
         until(lambda: now_of(link) and now_of(link).tokens_in_flight == 150)
     assert sorted(engine.freed()) == sorted([*(f"p{number}" for number in range(20)), "other"])
-    until(lambda: engine.num_closed == 2)
 
 
 def test_engines_of_long_ago_are_forgotten(link, engine):
-    clock = Clock()
-    with pulling(link, engine, PATIENT, clock):
+    with pulling(link, engine, PATIENT):
         for number in range(MAX_ENGINES + 10):
             host = replace(blocks(f"p{number}", engine=f"e{number}"), port=1000 + number)
             say(link, HoldBlocks(number, host))
@@ -288,7 +262,4 @@ def test_engines_of_long_ago_are_forgotten(link, engine):
         until(lambda: len(reports(link, EnginesNow)[-1].engines) == MAX_ENGINES)
         urls = [each.url for each in reports(link, EnginesNow)[-1].engines]
         assert "127.0.0.1:1000" in urls, "it is in use"
-        clock.forward_s = FORGET_S + 1
-        say(link, CancelPrefill(1 << 40))
-        until(lambda: len(reports(link, EnginesNow)[-1].engines) == 1)
-        until(lambda: engine.num_closed == MAX_ENGINES + 9)
+        until(lambda: engine.num_closed == 10)

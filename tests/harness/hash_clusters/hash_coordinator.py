@@ -74,7 +74,7 @@ class HashCoordinator(Coordinator):
         """What became of members and terms, to be taken up."""
         self._exits: deque[tuple[Member, int, str]] = deque()
         self.writers: dict[Member, int] = {}
-        """Of the prefill and the puller: the number of a process that is to dial."""
+        """The number of the process that is to dial: the prefill's and the puller's."""
         self._writer_numbers: dict[Member, int] = {}
         self.members.begin()
         for member in self.members.expected[num:]:

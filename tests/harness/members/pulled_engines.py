@@ -14,7 +14,6 @@ from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import ShutdownRequested
 from data_plane.prefill.pull import puller
 from data_plane.prefill.pull.puller import PullerLoop
-from data_plane.prefill.pull.rings import PullRings
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.members.member_fakes import CLUSTER_ID, LIMITS
@@ -53,7 +52,6 @@ class Engine:
         """Name of a prompt -> why it cannot be read."""
         self.failure = None
         """Raised by each read."""
-        self.generation = None
         self.through = iter
         """A filter of the pages of each read."""
         self.told = []
@@ -72,7 +70,7 @@ class Engine:
         if self.refusal:
             raise ValueError(self.refusal)
         self.require_up()
-        return Remote(self)
+        return Remote(self, blocks.generation)
 
     def close(self):
         """The process ends."""
@@ -94,8 +92,8 @@ class Engine:
 class Remote:
     """The engine as one handshake found it."""
 
-    def __init__(self, engine):
-        self.engine, self.generation = engine, engine.generation
+    def __init__(self, engine, generation):
+        self.engine, self.generation = engine, generation
 
     def check(self, blocks):
         if problem := self.engine.bad_blocks.get(blocks.request_id):
@@ -111,8 +109,8 @@ class Remote:
     def _pages(self, blocks, token_ids, num_tokens, wanted, obstacle):
         assert len(token_ids) == num_tokens <= blocks.num_tokens
         for page in wanted:
-            while not self.engine.may_read.is_set():
-                if problem := obstacle():
+            while (problem := obstacle()) or not self.engine.may_read.is_set():
+                if problem:
                     raise RuntimeError(problem)
                 time.sleep(0.005)
             self.engine.require_up()
@@ -152,14 +150,14 @@ def taken(ring):
 @contextlib.contextmanager
 def pulling(link, engine, limits, clock=time.monotonic, lease_s=LEASE_S):
     """A puller in term 1, until a shutdown."""
-    writers = PullRings(Segments(CLUSTER_ID, term=Term(0)), limits)
-    loop = PullerLoop(link, engine, writers, limits, lease_s, clock)
+    segments = Segments(CLUSTER_ID, term=Term(0))
+    loop = PullerLoop(link, engine, segments, limits, lease_s, clock)
 
     def run():
         with pytest.raises(ShutdownRequested):
             loop.run()
 
-    with ThreadPoolExecutor(1) as pool, contextlib.closing(writers), contextlib.closing(loop):
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(loop):
         done = pool.submit(run)
         link.inbox.put(Envelope(Join(), 1))
         try:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Options:
 
 
 class NixlEngine:
-    """A running stand-in. `options` are those of Options."""
+    """A running stand-in. `options` are those of Options; commands are those of Server."""
 
     def __init__(self, checkpoint: Path, **options: Any) -> None:
         self.port = free_port()
@@ -62,8 +63,8 @@ class NixlEngine:
         assert self._pipe.poll(_ANSWER_S), "the stand-in does not answer"
         return self._pipe.recv()
 
-    def _ask(self, *command: Any) -> Any:
-        self._pipe.send(command)
+    def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
+        self._pipe.send((name, arguments, named))
         answer = self._answer()
         if isinstance(answer, Exception):
             raise answer
@@ -87,37 +88,9 @@ class NixlEngine:
         data, dtype = self._ask("kv", list(token_ids))
         return torch.from_numpy(data).view(getattr(torch, dtype))
 
-    def free_blocks(self) -> int:
-        """Logical blocks that no prompt has."""
-        return self._ask("free_blocks")
-
-    def notifications(self) -> list[tuple[int, str]]:
-        """(rank, text) of each that has come, without heartbeats."""
-        return self._ask("notifications")
-
-    def heartbeats(self) -> list[tuple[int, list[str]]]:
-        """(rank, ids of requests) of each that has come."""
-        return self._ask("heartbeats")
-
-    def handshakes(self) -> list[int]:
-        """The ranks that were asked for."""
-        return self._ask("handshakes")
-
-    def expire(self, request_id: str) -> None:
-        """End the lease of a prompt now: its blocks are free."""
-        self._ask("expire", request_id)
-
-    def overwrite(self, block_ids: list[int], layers: list[int] | None = None) -> None:
-        """Write other KV into logical blocks, as another prompt would; None: in all layers."""
-        self._ask("overwrite", list(block_ids), layers)
-
-    def register_again(self) -> None:
-        """Move the KV to other memory, empty, as after a sleep; the handshake changes."""
-        self._ask("register_again")
-
-    def set_fields(self, **fields: Any) -> None:
-        """Change fields of the handshake; None: left out."""
-        self._ask("set_fields", fields)
+    def __getattr__(self, name: str) -> Any:
+        """Another command of Server, to be called."""
+        return partial(self._ask, name)
 
     def kill(self) -> None:
         """End it as a failure would."""
@@ -206,9 +179,9 @@ class Server:
             self._reap()
             if not pipe.poll(_TURN_S):
                 continue
-            name, *arguments = pipe.recv()
+            name, arguments, named = pipe.recv()
             try:
-                answer = getattr(self, name)(*arguments)
+                answer = getattr(self, name)(*arguments, **named)
             except Exception as error:
                 answer = error
             pipe.send(answer)
@@ -238,7 +211,6 @@ class Server:
         names = sorted(f"model.layers.{layer}.self_attn.attn" for layer in range(num))
         # As vLLM: in the order of the layers' numbers.
         names.sort(key=lambda name: int(name.split(".")[2]))
-        is_latent = self._is_latent()
         return {
             "engine_id": self.engine_id,
             "agent_metadata": self.agents[rank].get_agent_metadata(),
@@ -249,10 +221,8 @@ class Server:
             "num_blocks": num_blocks,
             "block_lens": [self.block_len] * num,
             "block_strides": [self.stride] * num,
-            "kv_cache_layout": "LBNHC" if self.options.kernel == "NHC" else "LBHNC",
             "block_size": self.options.block_size,
             "ssm_sizes": [0, 0],
-            "attn_backend_name": "CPU_MLA" if is_latent else "CPU_ATTN",
             "physical_blocks_per_logical_kv_block": physical,
             "region_num_blocks": [num_blocks] * num,
             "region_group_ids": [0] * num,
@@ -260,9 +230,6 @@ class Server:
             "region_mem_types": ["DRAM"] * num,
             "dcp_size": 1,
             "pcp_size": 1,
-            "ple_block_len": None,
-            "region_members": [],
-            "packed_member_layouts": {},
         }
 
     def _take_notifications(self) -> None:
@@ -348,27 +315,35 @@ class Server:
         return torch.cat([kv_LSW for _, kv_LSW in pages], dim=1)[:, :num_tokens].contiguous()
 
     def free_blocks(self) -> int:
+        """Logical blocks that no prompt has."""
         return len(self.free)
 
     def notifications(self) -> list[tuple[int, str]]:
+        """(rank, text) of each that has come, without heartbeats."""
         return self.notified
 
     def heartbeats(self) -> list[tuple[int, list[str]]]:
+        """(rank, ids of requests) of each that has come."""
         return self.beats
 
     def handshakes(self) -> list[int]:
+        """The ranks that were asked for."""
         return self.asked
 
     def expire(self, request_id: str) -> None:
+        """End the lease of a prompt now: its blocks are free."""
         self.held[request_id].deadlines = [0.0] * self.options.tp_size
         self._reap()
 
-    def overwrite(self, block_ids: list[int], layers: list[int] | None) -> None:
+    def overwrite(self, block_ids: list[int], layers: list[int] | None = None) -> None:
+        """Write other KV into logical blocks, as another prompt would; None: in all layers."""
         size = self.options.block_size * self.options.blocks_per_logical
         for layer in range(self.num_layers) if layers is None else layers:
             self._write(layer, block_ids, self._noise(len(block_ids) * size, layer + 1000))
 
     def register_again(self) -> None:
+        """Move the KV to other memory, empty, as after a sleep; the handshake changes."""
+
         import torch
 
         for agent, registered in zip(self.agents, self._registered, strict=False):
@@ -386,7 +361,8 @@ class Server:
         ]
         self._generation += 1
 
-    def set_fields(self, fields: dict[str, Any]) -> None:
+    def set_fields(self, **fields: Any) -> None:
+        """Change fields of the handshake; None: left out."""
         self.options.fields = fields
 
     # --- blocks

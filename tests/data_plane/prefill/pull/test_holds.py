@@ -35,7 +35,7 @@ class Play:
 
     def __init__(self):
         self.holds, self.now = Holds(30), 0.0
-        self.held, self.reads, self.notified = {}, [], Counter()
+        self.held, self.reads, self.notified = {}, {}, Counter()
         self.orphans, self.orphans_end = set(), NEVER
         self.seen = set()
 
@@ -46,17 +46,19 @@ class Play:
                 name = each.request_id
                 self.notified[name] += 1
                 assert self.notified[name] == 1, "told twice"
-                assert name not in self.reads and name not in self.held.values(), "still used"
+                assert name not in self.reads.values() and name not in self.held.values(), (
+                    "still used"
+                )
         self.holds.notices.clear()
         for request_id, name in self.held.items():
-            found, held = self.holds.of(request_id)
-            assert found.request_id == name
+            held = self.holds.of(request_id)
+            assert held.blocks.request_id == name
             assert (held.deadline == -NEVER) == (self.notified[name] > 0)
-        used = {*self.held.values(), *self.reads}
+        used = {*self.held.values(), *self.reads.values()}
         assert {name for name in self.seen if self.notified[name]} >= self.seen - used
 
     def hold(self, request_id, name):
-        assert self.holds.hold(request_id, blocks(name), self.now)
+        self.holds.hold(request_id, blocks(name), self.now)
         self.held.setdefault(request_id, name)
         self.orphans.discard(request_id)
         self.seen.add(self.held[request_id])
@@ -71,12 +73,15 @@ class Play:
 
     def begin(self, request_id):
         if request_id in self.held:
-            self.reads.append(self.held[request_id])
-            self.holds.begin_read(blocks(self.reads[-1]))
+            read = object()
+            self.reads[read] = self.held[request_id]
+            self.holds.hold(read, blocks(self.reads[read]), self.now)
 
     def end(self, index):
         if self.reads:
-            self.holds.end_read(blocks(self.reads.pop(index % len(self.reads))))
+            read = [*self.reads][index % len(self.reads)]
+            del self.reads[read]
+            self.holds.release(read)
 
     def orphan(self):
         self.holds.orphan(self.now)
@@ -89,8 +94,8 @@ class Play:
             for request_id in self.orphans:
                 self.held.pop(request_id, None)
             self.orphans, self.orphans_end = set(), NEVER
-        for address in self.holds.beats_due(self.now):
-            self.holds.renewed(self.holds.to_renew(address, self.now), self.now)
+        for sets in self.holds.beats_due(self.now).values():
+            self.holds.renewed(sets, self.now)
 
 
 @settings(max_examples=300)
@@ -105,18 +110,7 @@ def test_whatever_the_order_each_set_is_freed_once_and_nothing_stays(acts):
         play.act("release", request_id)
     assert play.notified == Counter(play.seen)
     play.act("wait", 40)
-    assert not play.holds.uses(ADDRESS) and play.holds.next_change() == NEVER
-
-
-def test_release_all_frees_what_no_read_uses():
-    holds = Holds(30)
-    for request_id, name in enumerate("aab"):
-        holds.hold(request_id, blocks(name), 0.0)
-    holds.begin_read(blocks("b"))
-    holds.release_all()
-    assert [each.request_id for each in holds.notices[ADDRESS]] == ["a"]
-    holds.end_read(blocks("b"))
-    assert [each.request_id for each in holds.notices[ADDRESS]] == ["a", "b"]
+    assert not play.holds.addresses() and play.holds.next_change() == NEVER
 
 
 @pytest.mark.parametrize(
@@ -127,14 +121,14 @@ def test_a_deadline_comes_before_the_leases_end_and_heartbeats_put_it_off(
 ):
     holds = Holds(lease_s)
     holds.hold(1, blocks("a"), 100.0)
-    _, held = holds.of(1)
-    assert held.deadline == 100 + first_s
-    assert holds.beats_due(100.0) == [ADDRESS] and holds.beats_due(100.0) == []
+    held = holds.of(1)
+    assert held.deadline == 100 + first_s and holds.next_change() <= 100
+    assert holds.beats_due(100.0) == {ADDRESS: [held]} and holds.beats_due(100.0) == {}
     assert holds.next_change() == 100 + lease_s / 6
-    holds.renewed(holds.to_renew(ADDRESS, 100.0), 100.0)
+    holds.renewed([held], 100.0)
     assert held.deadline == 100 + first_s, "the first lease ends later than the renewed one"
     last = held.deadline - 0.5
-    holds.renewed(holds.to_renew(ADDRESS, last), last)
+    holds.renewed([held], last)
     assert held.deadline == last + renewed_s
 
 
@@ -142,30 +136,21 @@ def test_what_has_expired_is_not_renewed():
     holds = Holds(30)
     holds.hold(1, blocks("a"), 0.0)
     holds.hold(2, blocks("b"), 10.0)
-    assert [held.blocks.request_id for held in holds.to_renew(ADDRESS, 24.9)] == ["a", "b"]
-    assert [held.blocks.request_id for held in holds.to_renew(ADDRESS, 25.0)] == ["b"]
+    assert holds.beats_due(24.9) == {ADDRESS: [holds.of(1), holds.of(2)]}
+    assert holds.beats_due(30.0) == {ADDRESS: [holds.of(2)]}
 
 
 def test_engines_at_other_addresses_have_heartbeats_of_their_own():
-    holds = Holds(30)
-    other = blocks("c", port=5601)
+    holds, other = Holds(30), blocks("c", port=5601)
     holds.hold(1, blocks("a"), 0.0)
     holds.hold(2, other, 3.0)
-    assert holds.beats_due(3.0) == [ADDRESS, EngineAddress.of(other)]
-    assert [held.blocks for held in holds.to_renew(EngineAddress.of(other), 3.0)] == [other]
-    assert [*holds.requests_at(ADDRESS)] == [(1, blocks("a"))]
+    sets = {ADDRESS: [holds.of(1)], EngineAddress.of(other): [holds.of(2)]}
+    assert holds.beats_due(3.0) == sets and holds.addresses() == sets.keys()
 
 
-def test_holds_and_remembered_sets_are_bounded(monkeypatch):
-    monkeypatch.setattr(module, "MAX_HOLDS", 3)
+def test_remembered_sets_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "_MAX_RELEASED", 2)
     holds = Holds(30)
-    assert [holds.hold(request_id, blocks("a"), 0.0) for request_id in range(4)] == [
-        True, True, True, False,
-    ]  # fmt: skip
-    assert holds.of(3) is None and holds.hold(2, blocks("a"), 0.0)
-    for name in "bcdb":
+    for name in "bcdbd":
         holds.refuse(blocks(name))
     assert [each.request_id for each in holds.notices[ADDRESS]] == ["b", "c", "d", "b"]
-    holds.refuse(blocks("d"))
-    assert len(holds.notices[ADDRESS]) == 4

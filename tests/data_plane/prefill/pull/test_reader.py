@@ -13,7 +13,7 @@ from data_plane.attention.fp8_latent import quantise
 from data_plane.prefill.build import build_reader
 from data_plane.prefill.pull import reader as reading
 from data_plane.prefill.pull import side_channel
-from data_plane.prefill.pull.reader import KvChanged, ReadStopped
+from data_plane.prefill.pull.reader import KvChanged
 from harness.vllm.nixl_engine import NixlEngine, blocks_of
 from harness.waits import until
 from nanocp.config.data_plane import DataPlaneConfig
@@ -95,9 +95,9 @@ def test_every_page_is_the_prompts_and_the_blocks_are_freed(models, kind):
     name, options = KINDS[kind]
     with closing(Case(models(name).path, **options)) as case:
         num_free, num_ranks = case.engine.free_blocks(), options.get("tp_size", 1)
-        first = case.held(prompt(3))
-        remote = first[1]
-        remote.notify(f"{first[0].request_id}:1")
+        blocks, remote = case.held(prompt(3))
+        case.read(remote, blocks, prompt(3))  # Now it knows all ranks.
+        remote.notify(f"{blocks.request_id}:1")
         for length in LENGTHS:
             ids = prompt(length)
             blocks = blocks_of(case.engine.prefill(ids))
@@ -191,20 +191,13 @@ def test_a_block_that_is_written_during_the_read_is_seen(latent, monkeypatch):
         latent.read(remote, blocks, ids)
 
 
-def test_an_obstacle_ends_the_reading(latent):
-    ids = prompt(100)
-    blocks, remote = latent.held(ids)
-    with pytest.raises(ReadStopped, match="the lease has ended"):
-        latent.read(remote, blocks, ids, obstacle=lambda: "the lease has ended")
-    latent.assert_right(latent.read(remote, blocks, ids), ids)
-
-
 def test_an_obstacle_that_came_during_the_last_read_counts(latent):
     ids = prompt(100)
     blocks, remote = latent.held(ids)
     answers = iter(("", "late"))
-    with pytest.raises(ReadStopped, match="late"):
+    with pytest.raises(KvChanged, match="late"):
         latent.read(remote, blocks, ids, obstacle=lambda: next(answers))
+    latent.assert_right(latent.read(remote, blocks, ids), ids)
 
 
 def test_a_read_without_an_end_leaves_its_memory_alone(latent, monkeypatch):
@@ -216,8 +209,6 @@ def test_a_read_without_an_end_leaves_its_memory_alone(latent, monkeypatch):
     with pytest.raises(ConnectionError, match="the process is alive but took more than"):
         latent.read(remote, blocks, ids)
     monkeypatch.undo()
-    with pytest.raises(ConnectionError, match="met again, or given up"):
-        latent.read(remote, blocks, ids)
     latent.assert_right(latent.read(latent.reader.meet(blocks), blocks, ids), ids)
     assert latent.reader.staging(0)[1].address != before.address
 
@@ -226,13 +217,19 @@ def test_ranks_are_read_in_turn_and_all_are_told(models):
     with closing(Case(models(LATENT).path, tp_size=2)) as case:
         ids = prompt(40)
         blocks, remote = case.held(ids)
+        case.engine.overwrite(blocks.block_ids)
+        with pytest.raises(KvChanged):
+            case.read(remote, replace(blocks, tp_size=1024), ids)
+        assert case.engine.handshakes() == [0]
+        blocks = blocks_of(case.engine.prefill(ids))
+        case.read(remote, blocks, ids)
         assert case.engine.handshakes() == [0, 1]
         peers = set()
         agent = case.reader.agent
         prepare = agent.prepare_read
         agent.prepare_read = lambda *given: peers.add(id(given[2])) or prepare(*given)
-        for number in range(20):
-            case.read(remote, replace(blocks, request_id=f"request-{number}"), ids)
+        for _ in range(20):
+            case.read(remote, blocks_of(case.engine.prefill(ids)), ids)
         assert len(peers) == 2
         remote.notify("HB:a,b")
         until(lambda: len(case.engine.heartbeats()) == 2)
@@ -250,9 +247,9 @@ def test_a_heartbeat_arrives_before_anything_is_read(models):
 
 def test_heads_of_several_ranks_are_refused(models):
     with closing(Case(models(HEADS).path)) as case:
-        blocks = blocks_of(case.engine.prefill(prompt(3)))
-        with pytest.raises(ValueError, match="tp_size is 2; it must be 1 for a model with K/V"):
-            case.reader.meet(replace(blocks, tp_size=2))
+        blocks, remote = case.held(prompt(3))
+        with pytest.raises(ValueError, match="tp_size is 2; it must be 1: a rank has only some"):
+            remote.check(replace(blocks, tp_size=2))
 
 
 def test_the_first_page_tells_the_order_of_heads_for_good(models):

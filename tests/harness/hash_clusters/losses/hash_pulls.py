@@ -141,8 +141,7 @@ class PullingCluster(RecoveringCluster):
             self._take_by_puller(self.to_puller.popleft())
         self.holds.expire(now)
         if self.beats:
-            for address in self.holds.beats_due(now):
-                sets = self.holds.to_renew(address, now)
+            for sets in self.holds.beats_due(now).values():
                 for held in sets:
                     self.engines.beat(held.blocks.key, now)
                 self.holds.renewed(sets, now)
@@ -161,7 +160,7 @@ class PullingCluster(RecoveringCluster):
     def _take_by_puller(self, envelope: Envelope) -> None:
         match envelope.message:
             case HoldBlocks(request_id, blocks):
-                assert self.holds.hold(request_id, blocks, self._now)
+                self.holds.hold(request_id, blocks, self._now)
                 if self.of_pulls.random() < 0.003:
                     self._say_of_puller(BlocksRefused(request_id, "no"), envelope.term)
             case ReleaseBlocks(request_id):
@@ -181,10 +180,10 @@ class PullingCluster(RecoveringCluster):
     def _pull(self, job: Job) -> None:
         transfer, random = job.transfer, self.of_pulls
         found = self.holds.of(transfer.request_id)
-        if found is None or random.random() < 0.01 or self._now >= found[1].deadline:
+        if found is None or random.random() < 0.01 or self._now >= found.deadline:
             self._give_up(job)
             return
-        key = found[0].key
+        key = found.blocks.key
         if key in self.engines.reused and self.checks:
             self._give_up(job)
             return
@@ -243,7 +242,7 @@ class PullingCluster(RecoveringCluster):
         held = self.coordinator.held
         assert not held._held and not held._pulled, "a request holds blocks"
         self._notify()
-        assert not self.holds._blocks and not self.holds._held and not self.holds._at
+        assert not self.holds._of_users and not self.holds._in_use
         self._check_notified()
 
     def _check_notified(self) -> None:
