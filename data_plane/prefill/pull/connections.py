@@ -15,7 +15,7 @@ from nanocp.values.remote_blocks import RemoteBlocks
 MAX_ENGINES = 64
 """More are forgotten once nothing uses them."""
 _MAX_HANDSHAKES = 16
-_REST_S = 1.0
+REST_S, _LONGEST_REST_S = 1.0, 30.0
 """An engine that could not be reached is not dialled again for so long."""
 _IDS_PER_BEAT = 256
 
@@ -29,9 +29,12 @@ class PulledEngine:
     remote: Any = None
     """A RemoteEngine, of the latest handshake."""
     is_being_met: bool = False
+    met_at: float = float("-inf")
     is_refused: bool = False
     """The problem is the client's or the operator's fault."""
     rest_until: float = float("-inf")
+    rest_s: float = REST_S
+    """The next rest, twice as long as the last one until a read succeeds."""
 
     def is_met(self, blocks: RemoteBlocks) -> bool:
         """Return True if the connection is to the registration that has the blocks."""
@@ -88,12 +91,24 @@ class Connections:
             self.lose(engine, found, now)
             return
         engine.remote, engine.now = found, engine.now._replace(is_up=True, problem="")
+        engine.met_at = now
         self._holds.beat_at = now
 
     def lose(self, engine: PulledEngine, error: Exception, now: float) -> None:
         """Use a connection or an engine no more that has failed, and let the engine rest."""
-        engine.is_refused, engine.rest_until = isinstance(error, ValueError), now + _REST_S
+        engine.is_refused, engine.rest_until = isinstance(error, ValueError), now + engine.rest_s
+        engine.rest_s = min(2 * engine.rest_s, _LONGEST_REST_S)
+        self._leave(engine, error)
+
+    def doubt(self, engine: PulledEngine, error: Exception, now: float) -> None:
+        """Meet an engine again whose blocks were other ones: it may have moved its KV unsaid."""
+        if now >= engine.met_at + REST_S:
+            self._leave(engine, error)
+
+    def _leave(self, engine: PulledEngine, error: Exception) -> None:
         engine.now = engine.now._replace(is_up=False, problem=str(error))
+        if engine.remote is not None:
+            engine.remote.is_usable = False
 
     def tend(self, now: float) -> None:
         """Send the heartbeats and notices that are due; forget engines."""

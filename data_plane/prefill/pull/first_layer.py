@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import TorchPacking
 from data_plane.model.norm import rms_norm
@@ -31,9 +32,24 @@ class FirstLayer:
         self._norm = loader.tensor("model.layers.0.input_layernorm.weight")
         self._attention = self._kind.load(loader, f"model.layers.0.{first.names.attention}")
         self._rope = RopeTable(first.rope, self._kind.rope_dim)
+        width = self._kind.kv_width
+        end = self._kind.kv_lora_rank if isinstance(self._kind, MlaConfig) else width
+        self.unmoved = slice(end - width // 2 if end == width else 0, end)
+        """What positions do not change of a token's KV: the latent, or the values of heads."""
+        num_unmoved = end - self.unmoved.start
+        self._unmoved = torch.empty(model.vocab_size, num_unmoved, dtype=dtype)
+        self._is_known = torch.zeros(model.vocab_size, dtype=torch.bool)
 
     @torch.inference_mode()
     def kv(self, token_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Compute the KV of tokens at their positions, [tokens, width]."""
         x_TX = rms_norm(self._embedding[torch.tensor(token_ids)], self._norm, self._norm_eps)
         return self._kind.inputs(x_TX, torch.tensor(positions), self._attention, self._rope)[1]
+
+    def unmoved_kv(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the part `unmoved` of tokens' KV, [tokens, width]; each id is computed once."""
+        ids = torch.tensor(token_ids)
+        if len(new := torch.unique(ids[~self._is_known[ids]])):
+            self._unmoved[new] = self.kv(new.tolist(), [0] * len(new))[:, self.unmoved]
+            self._is_known[new] = True
+        return self._unmoved[ids]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nanocp.values.remote_blocks import RemoteBlocks
 
-_MAX_RELEASED = 1024
+_MAX_RELEASED = 1 << 14
 _MARGIN_S = 5.0
 """From a deadline here to the end of the engine's lease."""
 _NEVER = float("inf")

@@ -42,12 +42,7 @@ class KvShape(NamedTuple):
         numbers = [next((int(p) for p in name.split(".") if p.isdigit()), -1) for name in names]
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
         model, kinds = self.model, set(memory.region_mem_types or ["VRAM"])
-        sizes = (
-            memory.block_size, memory.num_blocks, memory.physical_blocks_per_logical_kv_block
-        )  # fmt: skip
         for field, found, must, is_right in (
-            ("block_size, num_blocks, physical_blocks_per_logical_kv_block", sizes, "positive",
-             min(sizes) > 0),
             ("dcp_size", memory.dcp_size, "1", memory.dcp_size == 1),
             ("pcp_size", memory.pcp_size, "1", memory.pcp_size == 1),
             ("ssm_sizes", memory.ssm_sizes, "(0, 0): no states", not any(memory.ssm_sizes)),

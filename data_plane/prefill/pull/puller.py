@@ -29,7 +29,8 @@ from data_plane.member.lifetime import (
     segments_of,
 )
 from data_plane.member.term_loop import LOOK, wake
-from data_plane.prefill.pull.connections import Connections, PulledEngine
+from data_plane.prefill.pull.connections import REST_S, Connections, PulledEngine
+from data_plane.prefill.pull.errors import KvChanged
 from data_plane.prefill.pull.holds import BlocksInUse, Holds
 from data_plane.transport.exchange import PeerLost, TermOver
 from data_plane.transport.segments import Segments
@@ -306,8 +307,14 @@ class PullerLoop(MemberLoop):
     def _has_read(self, pull: _Pull, error: Exception | None, now: float) -> None:
         self._reading = None
         self._holds.release(pull)
-        if isinstance(error, ConnectionError) and pull.engine.remote is pull.remote:
+        if pull.engine.remote is not pull.remote:
+            pass  # It was met again.
+        elif isinstance(error, ConnectionError):
             self._connections.lose(pull.engine, error, now)
+        elif isinstance(error, KvChanged) and not pull.is_over:
+            self._connections.doubt(pull.engine, error, now)
+        elif error is None:
+            pull.engine.rest_s = REST_S
         if pull.is_over:
             return
         if error is None or isinstance(error, PeerLost | TermOver):

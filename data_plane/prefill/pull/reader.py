@@ -34,6 +34,8 @@ from nanocp.values.remote_blocks import RemoteBlocks
 _STAGING_BYTES = 64 << 20
 _LIMIT_S = 10.0
 """Longest time of one read, of at most _STAGING_BYTES."""
+_MAX_ABANDONED = 4
+"""Most reads that have not ended in time, each with its memory."""
 
 
 class KvChanged(RuntimeError):
@@ -59,34 +61,62 @@ class EngineReader:
         self._engines: dict[str, RemoteEngine] = {}
         self._lock = threading.Lock()
         self._staging: tuple[Any, Place] | None = None
+        self._abandoned: list[tuple[Place, Any]] = []
+        """Memory of reads that did not end in time."""
         self.staging(0)
 
     def meet(self, blocks: RemoteBlocks) -> RemoteEngine:
-        """Shake hands with rank 0 of the engine; an older RemoteEngine of it is closed.
+        """Shake hands with rank 0 of the engine, unless a connection to it can be used.
 
         Blocks for up to 5 s. Raises ValueError for what the client or the operator must mend,
         ConnectionError if the engine cannot be reached now.
         """
         address = allowed_address(blocks.host, self._networks)
+        if (engine := self._usable(blocks)) is not None:
+            return engine
         memory = shake_hands(address, blocks, 0)
         with self._lock:
-            if older := self._engines.pop(blocks.engine_id, None):
-                older.close()
-            engine = RemoteEngine(self, address, blocks, memory)
-            self._engines[blocks.engine_id] = engine
+            # Another name of it may have been met meanwhile.
+            if (engine := self._usable(blocks)) is None:
+                if older := self._engines.pop(blocks.engine_id, None):
+                    older.close()
+                engine = RemoteEngine(self, address, blocks, memory)
+                self._engines[blocks.engine_id] = engine
         return engine
 
+    def _usable(self, blocks: RemoteBlocks) -> RemoteEngine | None:
+        engine = self._engines.get(blocks.engine_id)
+        is_old = engine is None or (engine.generation or 0) < (blocks.generation or 0)
+        return None if is_old or not engine.is_usable else engine
+
     def staging(self, least: int) -> tuple[Any, Place]:
-        """Return registered memory of at least this many bytes, uint8, and its place."""
+        """Return registered memory of at least this many bytes, uint8, and its place.
+
+        Raises ConnectionError if reads of hung engines have taken all that there may be.
+        """
         if self._staging is None or self._staging[1].num_bytes < least:
+            self._abandoned = [each for each in self._abandoned if not self._is_over(*each)]
+            if len(self._abandoned) == _MAX_ABANDONED:
+                raise ConnectionError(f"{_MAX_ABANDONED} reads of engines have not ended")
             self._staging = self.agent.allocate(max(least, _STAGING_BYTES))
             self._staging[0].fill(0)  # else the first read waits for the system to clear it
         return self._staging
 
-    def abandon(self, place: Place) -> None:
+    def abandon(self, place: Place, read: Any) -> None:
         """Leave staging memory to a read that goes on: the next read gets other memory."""
         if self._staging is not None and self._staging[1] == place:
             self._staging = None
+            self._abandoned.append((place, read))
+
+    def _is_over(self, place: Place, read: Any) -> bool:
+        try:
+            if not self.agent.is_done(read, "an old read by NIXL", -1):
+                return False
+            self.agent.discard(read)
+        except ExchangeError:
+            pass  # Its engine is gone.
+        self.agent.release(place)
+        return True
 
     def close(self) -> None:
         """Close every engine. Idempotent."""
@@ -122,6 +152,8 @@ class RemoteEngine:
         self._ranks: dict[str, Any] = {}
         """Peer -> NIXL's blocks of the layers that are read: layer * num_blocks + block."""
         self._is_closed = False
+        self.is_usable = True
+        """False: the engine must be met again."""
         self._connect(memory)
 
     def _connect(self, memory: EngineMemory) -> None:
@@ -207,17 +239,24 @@ class RemoteEngine:
             for order in orders
         }
         edges, num_pages = {wanted[0], wanted[-1]}, capacity // per_page
-        for begin in range(0, len(wanted), num_pages):
+        # KV of a page depends on all tokens before it: of pages that are not wanted, since others
+        # have them, layer 0 is compared too.
+        others = [number for number in range(wanted[-1]) if number not in wanted]
+        parts = [
+            (numbers[begin : begin + num_pages], num_layers)
+            for numbers, num_layers in ((others, 1), (list(wanted), self._num_layers))
+            for begin in range(0, len(numbers), num_pages)
+        ]
+        for numbers, num_layers in parts:
             ends = {
-                number: min(PAGE_SIZE, num_tokens - number * PAGE_SIZE)
-                for number in wanted[begin : begin + num_pages]
+                number: min(PAGE_SIZE, num_tokens - number * PAGE_SIZE) for number in numbers
             }
             where: dict[int, int] = {}
             for number, end in ends.items():
                 first = number * PAGE_SIZE
                 for block in range(first // size, -(-(first + end) // size)):
                     where.setdefault(block, len(where))
-            self._stage(blocks, list(where), place, capacity, obstacle)
+            self._stage(blocks, list(where), place, num_layers, obstacle)
             if not torch.equal(areas[0, : len(where)], areas[-1, : len(where)]):
                 raise KvChanged(f"{self._name} has written blocks while they were read")
             near = [where.get(block, 0) for block in range(max(where) + 1)]
@@ -225,7 +264,7 @@ class RemoteEngine:
             for rank in range(len(self._ranks), blocks.tp_size):
                 self._connect(shake_hands(self._address, blocks, rank))
             self._order, kvs = order, {order: kvs[order]}
-            for number, end in ends.items():
+            for number, end in ends.items() if numbers[0] not in others else ():
                 kv_LSW = kvs[order].read(near, number, end, len(page))
                 yield number, end, payload_of(kv_LSW, shape.fp8_rank).reshape(-1)
 
@@ -233,7 +272,7 @@ class RemoteEngine:
         """Disconnect from every rank, once a read has ended. Idempotent."""
         with self._lock:
             if not self._is_closed:
-                self._is_closed = True
+                self._is_closed, self.is_usable = True, False
                 for peer in self._ranks:
                     self._reader.agent.remove_peer(peer)
 
@@ -247,23 +286,20 @@ class RemoteEngine:
     ) -> str:
         """Return the order in which layer 0 of pages is that of the prompt.
 
-        Of pages that are no edges one token is compared: what is written first in a block.
+        What a position changes of a token's KV is compared in edges, and once in each block.
         """
-        layer, step, error = self._reader.first_layer, min(self._size, PAGE_SIZE), None
-        rows = {
-            number: [
-                row
-                for row in range(end)
-                if number in edges or (number * PAGE_SIZE + row) % step == 0
-            ]
-            for number, end in ends.items()
-        }
-        positions = [number * PAGE_SIZE + row for number in rows for row in rows[number]]
+        layer, dtype, error = self._reader.first_layer, self._reader.shape.dtype, None
+        at = [number * PAGE_SIZE + row for number in ends for row in range(ends[number])]
+        step = min(self._size, PAGE_SIZE)
+        moved = [n for n, each in enumerate(at) if each // PAGE_SIZE in edges or each % step == 0]
+        unmoved = layer.unmoved_kv([token_ids[position] for position in at]).float()
+        positions = [at[n] for n in moved]
         expected = layer.kv([token_ids[position] for position in positions], positions).float()
         for order, kv in kvs.items():
-            parts = [kv.read(near, each, ends[each], 1)[0, rows[each]] for each in ends]
-            found, dtype = torch.cat(parts).float(), self._reader.shape.dtype
-            error = kv_error(found, expected, dtype, is_first_layer=True)
+            pages = [kv.read(near, each, ends[each], 1)[0, : ends[each]].clone() for each in ends]
+            found = torch.cat(pages).float()
+            error = kv_error(found[:, layer.unmoved], unmoved, dtype, is_first_layer=True)
+            error = error or kv_error(found[moved], expected, dtype, is_first_layer=True)
             if error is None:
                 return order
         raise KvChanged(
@@ -276,14 +312,15 @@ class RemoteEngine:
         blocks: RemoteBlocks,
         wanted: Sequence[int],
         place: Place,
-        capacity: int,
+        num_layers: int,
         obstacle: Callable[[], str],
     ) -> None:
-        """Read blocks of all layers to their places, and then layer 0 once more behind them."""
+        """Read blocks of the first layers to their places, and then layer 0 once more."""
         ids, ratio = blocks.block_ids, self._ratio
         peer = list(self._ranks)[ids[0] % len(self._ranks)]
         far = np.array([ids[block // ratio] * ratio + block % ratio for block in wanted])
-        near, layer_L1 = np.arange(len(far)), np.arange(self._num_layers)[:, None]
+        near, layer_L1 = np.arange(len(far)), np.arange(num_layers)[:, None]
+        capacity = place.num_bytes // self._block_bytes // (self._num_layers + 1)
         for into, remote in (
             (layer_L1 * capacity + near, layer_L1 * self._num_blocks + far),
             (self._num_layers * capacity + near, far),
@@ -307,6 +344,6 @@ class RemoteEngine:
             try:
                 agent.finish(read, what, -1, lambda: True, _LIMIT_S)
             except ExchangeTimeout:
-                self._reader.abandon(place)
+                self._reader.abandon(place, read)
                 raise
             agent.discard(read)

@@ -10,14 +10,18 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from nanocp.values.remote_blocks import RemoteBlocks
 
 _ASK = b"get_meta_msg"
 _TIMEOUT_MS = 5_000
+_MAX_BYTES = 16 << 20
+"""Longest answer; that of 61 layers takes 10 kB."""
+_Number = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -31,12 +35,12 @@ class EngineMemory:
     """NIXL's own."""
     kv_caches_base_addr: list[int]
     device_id: int
-    num_blocks: int
-    block_lens: list[int]
+    num_blocks: _Number
+    block_lens: Annotated[list[_Number], Meta(min_length=1)]
     block_strides: list[int]
-    block_size: int
+    block_size: _Number
     """Tokens of a physical block."""
-    physical_blocks_per_logical_kv_block: int
+    physical_blocks_per_logical_kv_block: _Number
     ssm_sizes: tuple[int, int] = (0, 0)
     """Bytes of recurrent states in a block."""
     region_num_blocks: list[int] | None = None
@@ -63,7 +67,9 @@ def allowed_address(host: str, networks: Sequence[Network]) -> str:
     except (OSError, UnicodeError) as error:
         raise ConnectionError(f"remote_host is {host!r}, which does not resolve: {error}") from None
     for address in found:
-        if not any(ipaddress.ip_address(address) in network for network in networks):
+        ip = ipaddress.ip_address(address)
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        if not any(ip in network for network in networks):
             raise ValueError(
                 f"remote_host is {host!r} with the address {address}; it must be in a network of "
                 "prefill.pull.allowed"
@@ -82,6 +88,7 @@ def shake_hands(address: str, blocks: RemoteBlocks, rank: int) -> EngineMemory:
     with zmq.Context.instance().socket(zmq.REQ) as side:
         side.setsockopt(zmq.IPV6, 1)
         side.setsockopt(zmq.LINGER, 0)
+        side.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
         side.setsockopt(zmq.SNDTIMEO, _TIMEOUT_MS)
         side.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
         side.connect(f"tcp://{host}:{blocks.port}")
