@@ -8,7 +8,8 @@ _TESTS = "tests/data_plane/prefill/pull/test_reader.py"
 MUTANTS = [
     Mutant("pull-read-once", path=_READER, tests=(_TESTS, "-k", "during_the_read"),
            why="a page has the layers of two prompts, since its block was written during the read",
-           text="if not torch.equal(areas[0, :num], areas[-1, :num]):", fault="if False:"),
+           text="if not torch.equal(areas[0, : len(where)], areas[-1, : len(where)]):",
+           fault="if False:"),
     Mutant("pull-unchecked", path=_READER, tests=(_TESTS, "-k", "used_again or lease_ended"),
            why="pages are those of another prompt, which has the blocks since the lease ended",
            text="if error is None:\nreturn order", fault="if True:\n    return order"),

@@ -147,7 +147,7 @@ class RemoteEngine:
         self._ratio = memory.physical_blocks_per_logical_kv_block
         self._num_blocks = min([memory.num_blocks, *(memory.region_num_blocks or ())])
         self._order: str | None = None
-        """Of K/V heads in a block; None: no prompt was right yet."""
+        """The order of K/V heads in a block; None: no prompt was right yet."""
         self._lock = threading.Lock()
         self._ranks: dict[str, Any] = {}
         """Peer -> NIXL's blocks of the layers that are read: layer * num_blocks + block."""
