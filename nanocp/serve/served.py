@@ -40,7 +40,7 @@ class Served:
     prefill_factory: str = PREFILL_FACTORY
     probe_factory: str = "data_plane.prefill.build:build_probe"
     """Makes probes of engines, in the prefill's place."""
-    reader_factory: str = "data_plane.prefill.pull.build:build_reader"
+    reader_factory: str = "data_plane.prefill.build:build_reader"
     """Makes the puller's reader of engines' memory."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
     """Loads an instance's common parts into a spare."""
