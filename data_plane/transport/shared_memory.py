@@ -36,7 +36,7 @@ DIRECTORY = Path("/dev/shm")
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
     r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-t(?P<term>[0-9]+)"
-    r"-(exchange|gpu_memory[0-9]+|nixl_ep|deep_ep[0-9]+|nvshmem[0-9]+|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-(?P<instance>[0-9]+)"
+    r"-(exchange|gpu_memory[0-9]+|nixl_ep|deep_ep[0-9]+|nvshmem[0-9]+|prefill[0-9]+|pull|moves_from_[0-9]+|hidden_rows|pass_tokens)-(?P<instance>[0-9]+)"
 )
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
