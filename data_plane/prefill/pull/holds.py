@@ -17,6 +17,10 @@ _MARGIN_S = 5.0
 _NEVER = float("inf")
 
 
+class KvChanged(RuntimeError):
+    """The blocks do not hold the KV of the prompt, or not for sure."""
+
+
 class EngineAddress(NamedTuple):
     """What requests must have in common to share a connection to an engine."""
 

@@ -30,8 +30,7 @@ from data_plane.member.lifetime import (
 )
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.pull.connections import REST_S, Connections, PulledEngine
-from data_plane.prefill.pull.errors import KvChanged
-from data_plane.prefill.pull.holds import BlocksInUse, Holds
+from data_plane.prefill.pull.holds import BlocksInUse, Holds, KvChanged
 from data_plane.transport.exchange import PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig

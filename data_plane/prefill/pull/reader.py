@@ -24,6 +24,7 @@ from data_plane.prefill.connector.paged_kv import PagedKv
 from data_plane.prefill.pages import payload_of
 from data_plane.prefill.probe import kv_error
 from data_plane.prefill.pull.first_layer import FirstLayer
+from data_plane.prefill.pull.holds import KvChanged
 from data_plane.prefill.pull.kv_shape import KvShape
 from data_plane.prefill.pull.side_channel import EngineMemory, allowed_address, shake_hands
 from data_plane.transport.exchange import ExchangeError, ExchangeTimeout
@@ -36,10 +37,6 @@ _LIMIT_S = 10.0
 """Longest time of one read, of at most _STAGING_BYTES."""
 _MAX_ABANDONED = 4
 """Most reads that have not ended in time, each with its memory."""
-
-
-class KvChanged(RuntimeError):
-    """The blocks do not hold the KV of the prompt, or not for sure."""
 
 
 class EngineReader:
@@ -86,8 +83,9 @@ class EngineReader:
 
     def _usable(self, blocks: RemoteBlocks) -> RemoteEngine | None:
         engine = self._engines.get(blocks.engine_id)
-        is_old = engine is None or (engine.generation or 0) < (blocks.generation or 0)
-        return None if is_old or not engine.is_usable else engine
+        if engine is None or (engine.generation or 0) < (blocks.generation or 0):
+            return None
+        return engine if engine.is_usable else None
 
     def staging(self, least: int) -> tuple[Any, Place]:
         """Return registered memory of at least this many bytes, uint8, and its place.
@@ -248,9 +246,7 @@ class RemoteEngine:
             for begin in range(0, len(numbers), num_pages)
         ]
         for numbers, num_layers in parts:
-            ends = {
-                number: min(PAGE_SIZE, num_tokens - number * PAGE_SIZE) for number in numbers
-            }
+            ends = {number: min(PAGE_SIZE, num_tokens - number * PAGE_SIZE) for number in numbers}
             where: dict[int, int] = {}
             for number, end in ends.items():
                 first = number * PAGE_SIZE

@@ -161,6 +161,7 @@ def test_blocks_that_the_engine_has_used_again_give_no_token(tiny_checkpoint, ti
         ({"remote_host": "192.0.2.1"}, 400, "prefill.pull.allowed"),
         ({"remote_host": "localhost.invalid"}, 503, "does not resolve"),
         ({"transfer_mode": "push"}, 400, "must be pull"),
+        ({"remote_num_tokens": 60}, 503, "its tokenizer or chat template differs"),
     ],
     ids=lambda value: str(value)[:30],
 )
