@@ -14,11 +14,11 @@ from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.file import known_keys
 
-MAX_LINES = {"nanocp": 25_600, "control_plane": 27_930, "data_plane": 32_300}
+MAX_LINES = {"nanocp": 25_730, "control_plane": 28_560, "data_plane": 33_700}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 177
 """Options of all commands together."""
-MAX_SETTINGS = 97
+MAX_SETTINGS = 103
 """Keys that a configuration file may have."""
 MAX_ROOMS = 16
 FREE_RELATIVE = re.compile(r"(What|How|Which|Whether|Who|Where|Why|Whoever)\b")
@@ -26,11 +26,11 @@ MANY_ARROWS = 20
 """Imports between the rooms of a folder, unless the folder is named here."""
 MAX_ARROWS = {
     "control_plane/coordinator/members": 27, "control_plane/frontend": 34,
-    "control_plane/frontend/http": 41, "control_plane/frontend/http/tools": 21,
+    "control_plane/frontend/http": 43, "control_plane/frontend/http/tools": 21,
     "control_plane/scheduler": 36, "control_plane/scheduler/policies": 37, "data_plane": 66,
     "data_plane/instance": 27, "data_plane/model": 35, "data_plane/transport": 25, "nanocp": 29,
     "nanocp/cli": 22, "nanocp/config": 30, "nanocp/overlap": 25, "nanocp/simulator": 32,
-    "tests/harness": 28, "tests/harness/hash_clusters": 49,
+    "tests/harness": 29, "tests/harness/hash_clusters": 49,
 }  # fmt: skip
 SEARCHED = [(ROOT / room, ROOT) for room in (*ROOMS, "benchmarks")]
 SEARCHED.append((ROOT / "tests/harness", ROOT / "tests"))
@@ -53,11 +53,11 @@ MAX_ATTRIBUTES = 20
 """Attributes that a class and its bases set of themselves."""
 MAX_WHOLE_CONFIGS = 20
 """Files that have a function which takes the whole Config instead of its sections."""
-MAX_DOCSTRING_WORDS = 92_700
+MAX_DOCSTRING_WORDS = 95_500
 MAX_FREE_RELATIVES = 300
 """Docstrings that begin with what, how, who or their like: they hide their subject."""
-MAX_DOC_WORDS = {"docs": 66_300, "docs/decisions": 18_200}
-MAX_TEST_LINES = 82_300
+MAX_DOC_WORDS = {"docs": 67_500, "docs/decisions": 18_500}
+MAX_TEST_LINES = 86_500
 MAX_PARAMETERS = 8
 """Without kernels, and commands, whose parameters are their options."""
 

@@ -40,8 +40,6 @@ class Served:
     prefill_factory: str = PREFILL_FACTORY
     probe_factory: str = "data_plane.prefill.build:build_probe"
     """Makes probes of engines, in the prefill's place."""
-    reader_factory: str = "data_plane.prefill.build:build_reader"
-    """Makes the puller's reader of engines' memory."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
     """Loads an instance's common parts into a spare."""
     num_experts: int | None = None
@@ -51,6 +49,8 @@ class Served:
     """Bytes of a page outside the frames; 0: unknown."""
     carry_pages: int = 0
     """Pages of a row's state; 0: no linear attention layers."""
+    reader_factory: str = "data_plane.prefill.build:build_reader"
+    """Makes the puller's reader of engines' memory."""
 
 
 def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:

@@ -343,7 +343,13 @@ class PullerLoop(MemberLoop):
     def _copy_pages(self, pull: _Pull) -> None:
         transfer, target_of = pull.transfer, pull.transfer.instances()
         wanted = pull.held.blocks, pull.token_ids, transfer.num_tokens, tuple(target_of)
-        with contextlib.closing(pull.remote.pages(*wanted, partial(self._obstacle, pull))) as pages:
+
+        def obstacle() -> str:
+            if pull.is_over:
+                return "the transfer is over"
+            return _EXPIRED if self._clock() >= pull.held.deadline else ""
+
+        with contextlib.closing(pull.remote.pages(*wanted, obstacle)) as pages:
             for page, num_tokens, payload in pages:
                 instance = target_of[page]
                 if instance not in self._rings:
@@ -360,8 +366,3 @@ class PullerLoop(MemberLoop):
                 )
                 if pull.is_over:
                     return
-
-    def _obstacle(self, pull: _Pull) -> str:
-        if pull.is_over:
-            return "the transfer is over"
-        return _EXPIRED if self._clock() >= pull.held.deadline else ""

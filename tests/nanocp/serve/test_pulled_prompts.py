@@ -87,7 +87,8 @@ def test_every_token_is_right_and_every_block_is_freed(
             prompts = [random_prompt(length, length) for length in EDGES]
             assert_exact(service, engine, tiny_oracle, prompts)
             until_all_free(engine)
-            assert seed or num_read(service) >= len(EDGES) - 1
+            if not seed:
+                until(lambda: num_read(service) >= len(EDGES) - 1)
         # Without the parameters, or with blocks that are gone, nothing computes the prompt.
         answer = asked(service, random_prompt(90, 1), None)
         assert answer.status_code == 400 and "kv_transfer_params is absent" in answer.text
