@@ -129,7 +129,7 @@ def test_a_request_and_its_tokens_go_their_ways(remote):
 
 def test_tokens_wait_for_the_placement_that_allows_them(remote):
     front_end = remote.links[0][1]
-    remote.controller.placed = lambda placement: None
+    remote.controller.placed = lambda *placed: None
     member = FakeMember(Member("instance", 3), front_end.members_address)
     with Client(front_end.address) as client:
         chunks = client.generate([5], max_tokens=2)

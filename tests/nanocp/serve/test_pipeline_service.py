@@ -210,7 +210,7 @@ def test_a_slow_client_loses_its_request_and_stalls_no_other(tiny_checkpoint, ti
 
 def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
     cases = {
-        "prefill.engines, prefill.synthetic_kv or prefill.stages is set": {
+        "prefill.engines, pull, synthetic_kv or stages is set": {
             "prefill": replace(CONFIG.prefill, synthetic_kv=True)
         },
         "scheduler.steps_per_window 4": {"scheduler": SchedulerConfig(steps_per_window=4)},
