@@ -19,7 +19,7 @@ MUTANTS = [
            fault="error = None"),
     Mutant("pull-other-beginning", path=_READER, tests=(_TESTS, "-k", "each_token"),
            why="pages are shared whose KV is that of another beginning",
-           text="others = [number for number in range(wanted[-1]) if number not in wanted]",
+           text="others = [number for number in range(wanted[-1]) if number not in asked]",
            fault="others = []"),
     Mutant("pull-hung", path=_READER, tests=(_TESTS, "-k", "bounded_memory"),
            why="an engine that hangs takes more memory with each read",

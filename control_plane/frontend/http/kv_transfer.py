@@ -15,6 +15,7 @@ from control_plane.frontend.validation import ModelLimits
 from nanocp.values.remote_blocks import RemoteBlocks
 
 FIELD = "kv_transfer_params"
+_PREFILL, _DECODE = "do_remote_prefill", "do_remote_decode"
 _Natural = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
 _Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -82,9 +83,6 @@ def remote_blocks_of(limits: ModelLimits) -> Callable[[Request], Awaitable[None]
             _check(request, given, body, limits)
 
     return check
-
-
-_PREFILL, _DECODE = "do_remote_prefill", "do_remote_decode"
 
 
 def _check(request: Request, given: dict[str, Any], body: Any, limits: ModelLimits) -> None:

@@ -32,11 +32,12 @@ class FirstLayer:
         self._norm = loader.tensor("model.layers.0.input_layernorm.weight")
         self._attention = self._kind.load(loader, f"model.layers.0.{first.names.attention}")
         self._rope = RopeTable(first.rope, self._kind.rope_dim)
-        width = self._kind.kv_width
-        end = self._kind.kv_lora_rank if isinstance(self._kind, MlaConfig) else width
-        self.unmoved = slice(end - width // 2 if end == width else 0, end)
+        kind, width = first.attention, first.attention.kv_width
+        self.unmoved = slice(width // 2, width)
         """What positions do not change of a token's KV: the latent, or the values of heads."""
-        num_unmoved = end - self.unmoved.start
+        if isinstance(kind, MlaConfig):
+            self.unmoved = slice(kind.kv_lora_rank)
+        num_unmoved = len(range(width)[self.unmoved])
         self._unmoved = torch.empty(model.vocab_size, num_unmoved, dtype=dtype)
         self._is_known = torch.zeros(model.vocab_size, dtype=torch.bool)
 

@@ -239,7 +239,8 @@ class RemoteEngine:
         edges, num_pages = {wanted[0], wanted[-1]}, capacity // per_page
         # KV of a page depends on all tokens before it: of pages that are not wanted, since others
         # have them, layer 0 is compared too.
-        others = [number for number in range(wanted[-1]) if number not in wanted]
+        asked = set(wanted)
+        others = [number for number in range(wanted[-1]) if number not in asked]
         parts = [
             (numbers[begin : begin + num_pages], num_layers)
             for numbers, num_layers in ((others, 1), (list(wanted), self._num_layers))
@@ -252,15 +253,16 @@ class RemoteEngine:
                 first = number * PAGE_SIZE
                 for block in range(first // size, -(-(first + end) // size)):
                     where.setdefault(block, len(where))
-            self._stage(blocks, list(where), place, num_layers, obstacle)
+            self._stage(blocks, list(where), place, capacity, num_layers, obstacle)
             if not torch.equal(areas[0, : len(where)], areas[-1, : len(where)]):
                 raise KvChanged(f"{self._name} has written blocks while they were read")
-            near = [where.get(block, 0) for block in range(max(where) + 1)]
+            begin = min(where)
+            near = [0] * begin + [where.get(block, 0) for block in range(begin, max(where) + 1)]
             order = self._order_of(kvs, near, ends, edges, token_ids)
             for rank in range(len(self._ranks), blocks.tp_size):
                 self._connect(shake_hands(self._address, blocks, rank))
             self._order, kvs = order, {order: kvs[order]}
-            for number, end in ends.items() if numbers[0] not in others else ():
+            for number, end in ends.items() if numbers[0] in asked else ():
                 kv_LSW = kvs[order].read(near, number, end, len(page))
                 yield number, end, payload_of(kv_LSW, shape.fp8_rank).reshape(-1)
 
@@ -308,6 +310,7 @@ class RemoteEngine:
         blocks: RemoteBlocks,
         wanted: Sequence[int],
         place: Place,
+        capacity: int,
         num_layers: int,
         obstacle: Callable[[], str],
     ) -> None:
@@ -316,7 +319,6 @@ class RemoteEngine:
         peer = list(self._ranks)[ids[0] % len(self._ranks)]
         far = np.array([ids[block // ratio] * ratio + block % ratio for block in wanted])
         near, layer_L1 = np.arange(len(far)), np.arange(num_layers)[:, None]
-        capacity = place.num_bytes // self._block_bytes // (self._num_layers + 1)
         for into, remote in (
             (layer_L1 * capacity + near, layer_L1 * self._num_blocks + far),
             (self._num_layers * capacity + near, far),
